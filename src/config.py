@@ -1,0 +1,660 @@
+"""What is a valid recipe? One YAML file, strictly read, plus overrides; every mistake is told at once, before anything loads."""
+
+import difflib
+import json
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentParser
+from peft import LoraConfig
+from transformers import Seq2SeqTrainingArguments
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
+
+from faults import UserError
+
+DEMO_RECIPE = Path(__file__).parent.parent / "configs" / "demo.yaml"
+SCORES = ("wer", "cer", "wer_raw", "cer_raw", "loss")
+SECRETS = ("hub_token",)
+
+
+@dataclass
+class ModelConfig:
+    """The base model and how it is loaded.
+
+    Args:
+        name: Hub id, or a folder (then nothing is looked up).
+        quantization: how the frozen weights are stored.
+        language: for rows without their own; a code (hi) or an English name (Hindi); null: every row must have one.
+        task: for rows without their own.
+        attn_implementation: the attention kernel, in the words of transformers.
+        adapter: folder of an adapter to go on from, or to score.
+        suppress_tokens: token ids never generated; null: those of the base model.
+        apply_spec_augment: mask features in training; the values below null: those of the base model.
+        mask_time_prob: share of the frames that time masks cover.
+        mask_time_length: frames of one time mask.
+        mask_time_min_masks: least number of time masks.
+        mask_feature_prob: share of the mel bins that feature masks cover.
+        mask_feature_length: mel bins of one feature mask.
+        mask_feature_min_masks: least number of feature masks.
+    """
+
+    name: str | None = None
+    quantization: Literal["8bit", "none"] = "8bit"
+    language: str | None = None
+    task: Literal["transcribe", "translate"] = "transcribe"
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    adapter: str | None = None
+    suppress_tokens: list[int] | None = None
+    apply_spec_augment: bool = False
+    mask_time_prob: float | None = None
+    mask_time_length: int | None = None
+    mask_time_min_masks: int | None = None
+    mask_feature_prob: float | None = None
+    mask_feature_length: int | None = None
+    mask_feature_min_masks: int | None = None
+
+    def spec_augment(self) -> dict[str, Any]:
+        """The augmentation settings in WhisperConfig's words; those left to the base model are absent."""
+        masks = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("mask_")}
+        return {"apply_spec_augment": self.apply_spec_augment} | {k: v for k, v in masks.items() if v is not None}
+
+
+@dataclass
+class DataSource:
+    """One manifest.
+
+    Args:
+        path: a .jsonl file, relative to the working directory; audio paths in it are relative to the manifest.
+    """
+
+    path: str
+
+
+@dataclass
+class DataConfig:
+    """Which speech is trained on and which is scored.
+
+    Args:
+        train: the manifests trained on.
+        validation: named sets; each has its own scores.
+        audio_column: the manifest's key for the audio path; null: the one well-known name that is there.
+        text_column: the manifest's key for the transcript; null: the one well-known name that is there.
+        min_duration_seconds: shorter clips are bad rows.
+        max_duration_seconds: longer clips are bad rows; 30 is the model's window.
+        on_bad_row: drop them and go on, or fail.
+        max_dropped_share: of a set; more is an error.
+        allow_empty_text: teach silence as an empty transcript.
+    """
+
+    train: list[DataSource] = field(default_factory=list)
+    validation: dict[str, DataSource] = field(default_factory=dict)
+    audio_column: str | None = None
+    text_column: str | None = None
+    min_duration_seconds: float = 0.1
+    max_duration_seconds: float = 30.0
+    on_bad_row: Literal["drop", "fail"] = "drop"
+    max_dropped_share: float = 0.1
+    allow_empty_text: bool = False
+
+
+@dataclass
+class RunConfig:
+    """How the run goes.
+
+    Args:
+        global_batch_size: clips a step over all processes; gradient accumulation follows; null: the training section decides.
+        baseline: score the untouched model first.
+        resume: auto goes on from the newest complete checkpoint in output_dir.
+        max_eval_samples: a fixed seeded subset of each set during training; the full sets are scored at the end.
+        early_stopping_patience: evaluations without a better metric_for_best_model before training stops.
+    """
+
+    global_batch_size: int | None = None
+    baseline: bool = True
+    resume: Literal["never", "auto"] = "never"
+    max_eval_samples: int | None = None
+    early_stopping_patience: int | None = None
+
+
+@dataclass
+class TrainingConfig(Seq2SeqTrainingArguments):
+    """`Seq2SeqTrainingArguments` under its own names; only defaults differ, each for the reason beside it."""
+
+    # Null: the card decides (device.choose_compute_type); a value given is honoured.
+    bf16: bool | None = None
+    fp16: bool | None = None
+    do_train: bool = True
+    learning_rate: float = 1e-4
+    logging_steps: float = 10
+    logging_first_step: bool = True
+    # A NaN must be seen, not replaced by the mean of earlier losses.
+    logging_nan_inf_filter: bool = False
+    report_to: None | str | list[str] = "tensorboard"
+    eval_strategy: Literal["no", "steps", "epoch"] = "epoch"
+    save_strategy: Literal["no", "steps", "epoch", "best"] = "epoch"
+    save_total_limit: int | None = 2
+    load_best_model_at_end: bool = True
+    # Scores come from generated text; whole logits are never kept.
+    predict_with_generate: bool = True
+    generation_max_length: int | None = 225
+    generation_num_beams: int | None = 1
+    # Log-mel features are made in the loader's workers.
+    dataloader_num_workers: int = 2
+    # The adapter hides the model's signature, so the stock trainer would drop every column or guess the labels.
+    remove_unused_columns: bool | None = False
+    label_names: list[str] | None = field(default_factory=lambda: ["labels"])
+    # Every adapter takes part in every step; the search costs time and breaks checkpointing.
+    ddp_find_unused_parameters: bool | None = False
+    # Whisper has no buffer that training changes.
+    ddp_broadcast_buffers: bool | None = False
+
+
+@dataclass
+class Recipe:
+    """One checked recipe. `lora` None: full fine-tuning. `training` holds keyword arguments of `TrainingConfig`:
+    the object itself is made after the place is settled, since making it touches the device."""
+
+    source: str
+    model: ModelConfig
+    lora: dict[str, Any] | None
+    data: DataConfig
+    run: RunConfig
+    training: dict[str, Any]
+    check_only: bool = False
+
+
+LORA_DEFAULTS = {"r": 32, "lora_alpha": 64, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
+SECTIONS = {"model": ModelConfig, "lora": LoraConfig, "data": DataConfig, "run": RunConfig, "training": TrainingConfig}
+
+# Keys of older trainers and of public Whisper scripts, with the word to use here.
+OLD_KEYS = {
+    "model.load_in_8bit": "write model.quantization: 8bit",
+    "model.load_in_4bit": "4-bit loading is not part of this version; write model.quantization: 8bit",
+    "model.device_map": "every process holds one whole copy on its own card; there is nothing to set",
+    "model.max_memory": "every process holds one whole copy on its own card; there is nothing to set",
+    "model.torch_dtype": "the compute type follows the card, or training.bf16 / training.fp16",
+    "model.dtype": "the compute type follows the card, or training.bf16 / training.fp16",
+    "model.model_name_or_path": "write model.name",
+    "model.use_cache": "the cache is off in training and on in generation",
+    "model.forced_decoder_ids": "write model.language and model.task",
+    "data.max_duration": "write data.max_duration_seconds",
+    "data.max_duration_in_seconds": "write data.max_duration_seconds",
+    "data.min_duration_in_seconds": "write data.min_duration_seconds",
+    "data.audio_column_name": "write data.audio_column",
+    "data.text_column_name": "write data.text_column",
+    "training.evaluation_strategy": "write training.eval_strategy",
+    "training.per_gpu_train_batch_size": "write training.per_device_train_batch_size",
+    "training.per_gpu_eval_batch_size": "write training.per_device_eval_batch_size",
+    "training.no_cuda": "write training.use_cpu",
+    "training.overwrite_output_dir": "an earlier run is never overwritten; choose another training.output_dir or run.resume: auto",
+    "training.warmup_ratio": "write training.warmup_steps; a number below 1 is a share of all steps",
+    "training.group_by_length": "every window is 30 seconds; there is nothing to group",
+    "training.gradient_checkpointing_use_reentrant": "checkpointing is always non-reentrant",
+    "training.resume_from_checkpoint": "write run.resume: auto",
+    "training.save_safetensors": "weights are always saved as safetensors",
+    "training.logging_dir": "logs go into training.output_dir",
+    "training.deepspeed": "one whole copy per card needs no sharding; leave it out",
+    "training.fsdp": "one whole copy per card needs no sharding; leave it out",
+    "training.fsdp_config": "one whole copy per card needs no sharding; leave it out",
+}
+# Training arguments outside the tested combinations: the reason each is refused when it is switched on.
+UNTESTED = {
+    "deepspeed": "one whole copy per card needs no sharding",
+    "fsdp": "one whole copy per card needs no sharding",
+    "parallelism_config": "one whole copy per card needs no sharding",
+    "torch_compile": "compiled training is not part of this version",
+    "use_liger_kernel": "it has no kernels for Whisper",
+    "neftune_noise_alpha": "it needs text embeddings as input",
+    "auto_find_batch_size": "ranks would disagree on the number of steps",
+    "push_to_hub": "pushing is not part of this version; upload output_dir afterwards",
+    "batch_eval_metrics": "scores are computed on the whole set",
+    "eval_use_gather_object": "rows are gathered as tensors",
+    "enable_jit_checkpoint": "it is not part of the tested combinations",
+    "prediction_loss_only": "scores need generated text",
+    "generation_config": "set training.generation_max_length, training.generation_num_beams, model.suppress_tokens",
+    "bf16_full_eval": "the compute type is one in training, evaluation and generation",
+    "fp16_full_eval": "the compute type is one in training, evaluation and generation",
+    "activation_checkpointing": "write training.gradient_checkpointing",
+    "save_only_model": "a checkpoint without optimiser state cannot be resumed",
+    "ignore_data_skip": "a resumed run goes on with the same order of data",
+    "resume_from_checkpoint": "write run.resume: auto",
+    "sortish_sampler": "every window is 30 seconds; there is nothing to sort",
+}
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+# The core schema of YAML 1.2: `no` is a word (Norwegian), `1e-5` a number.
+_SCALARS = [
+    (re.compile(r"~|null|Null|NULL|"), lambda text: None),
+    (re.compile(r"true|True|TRUE"), lambda text: True),
+    (re.compile(r"false|False|FALSE"), lambda text: False),
+    (re.compile(r"[-+]?[0-9]+"), int),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+]
+
+
+class _Reader:
+    """Turns a YAML node tree into plain values; keeps the line of every key and every problem."""
+
+    def __init__(self, source: str):
+        self.source = source
+        self.lines: dict[str, int] = {}
+        self.problems: list[str] = []
+
+    def value(self, node: yaml.Node | None, path: str = "") -> Any:
+        if node is None:
+            return None
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, path) for item in node.value]
+        if node.style in ("'", '"', "|", ">"):
+            return node.value
+        return next((make(node.value) for pattern, make in _SCALARS if pattern.fullmatch(node.value)), node.value)
+
+    def _mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
+        result = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(f"{self.source}:{line}: a key must be a word")
+                continue
+            key = f"{path}.{key_node.value}" if path else key_node.value
+            if key_node.value in result:
+                self.problems.append(f"{self.source}:{line}: {key} is there twice (first on line {self.lines[key]})")
+                continue
+            self.lines[key] = line
+            result[key_node.value] = self.value(value_node, key)
+        return result
+
+
+def _read_yaml(text: str, reader: _Reader) -> Any:
+    try:
+        return reader.value(yaml.compose(text, Loader=yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise UserError(f"{reader.source}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+
+
+def _read_recipe_file(path: Path, reader: _Reader) -> dict[str, Any]:
+    try:
+        raw = _read_yaml(path.read_text(encoding="utf-8-sig"), reader)
+    except FileNotFoundError:
+        raise UserError(f"--config {path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: a recipe is a mapping of the sections {', '.join(SECTIONS)}")
+    return raw
+
+
+def split_arguments(argv: list[str]) -> tuple[str | None, dict[str, str], bool]:
+    """Reads the command line: `--config FILE`, `--check`, and overrides `--section.key value` or `--section.key=value`.
+
+    Returns the recipe's path (None: the demo recipe), the overrides as typed (the last wins), and whether to check only.
+    """
+    config, overrides, check, problems = None, {}, False, []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--check":
+            check = True
+        elif not word.startswith("--"):
+            problems.append(f"{word}: not understood; write --config FILE, --check or --section.key value")
+        else:
+            name, equals, value = word[2:].partition("=")
+            if not equals and (not words or words[0].startswith("--")):
+                problems.append(f"--{name}: a value is missing; write --{name} VALUE")
+                continue
+            value = value if equals else words.pop(0)
+            if name == "config":
+                config = value
+            else:
+                overrides[name] = value
+    if problems:
+        raise UserError(*problems)
+    return config, overrides, check
+
+
+def _apply_override(raw: dict[str, Any], key: str, text: str, reader: _Reader) -> None:
+    *parents, last = key.split(".")
+    place = raw
+    for parent in parents:
+        if not isinstance(place.get(parent), dict):
+            place[parent] = {}
+        place = place[parent]
+    place[last] = _read_yaml(text, _Reader(f"--{key}"))
+    reader.lines[key] = 0
+
+
+# --- checking ----------------------------------------------------------------------------------------------------
+
+
+def _known_keys() -> list[str]:
+    return [f"{section}.{f.name}" for section, config in SECTIONS.items() for f in fields(config) if f.init]
+
+
+class _Judge:
+    """Collects every problem of a recipe; each message begins with where the key was written."""
+
+    def __init__(self, reader: _Reader):
+        self.reader = reader
+        self.problems = list(reader.problems)
+        self.told: set[str] = set()
+
+    def add(self, key: str, message: str) -> None:
+        """Adds a problem of a key; the first one told of a key is enough."""
+        if key in self.told:
+            return
+        self.told.add(key)
+        line = next((self.reader.lines[k] for k in _prefixes(key) if k in self.reader.lines), None)
+        where = "" if line is None else f"{self.reader.source}:{line}: " if line else "command line: "
+        self.problems.append(f"{where}{key}: {message}")
+
+    def keys(self, raw: dict[str, Any]) -> None:
+        """Compares every key with the schema."""
+        known = _known_keys()
+        for section, values in raw.items():
+            if section not in SECTIONS:
+                self.unknown(section, [*SECTIONS, *known], "there is no such section")
+            elif values is None and section == "lora":
+                continue
+            elif not isinstance(values, dict):
+                self.add(section, f"a section of keys is expected, not {json.dumps(values)}")
+            else:
+                for key in values:
+                    if f"{section}.{key}" in OLD_KEYS and not (f"{section}.{key}" in known and not values[key]):
+                        self.add(f"{section}.{key}", OLD_KEYS[f"{section}.{key}"])
+                    elif f"{section}.{key}" not in known:
+                        self.unknown(f"{section}.{key}", known, "unknown key")
+
+    def unknown(self, key: str, known: list[str], message: str) -> None:
+        word = key.rpartition(".")[2]
+        elsewhere = [name for name in known if name.rpartition(".")[2] == word]
+        here = [name for name in known if name.partition(".")[0] == key.partition(".")[0]]
+        close = (
+            elsewhere
+            or difflib.get_close_matches(key, here, n=1, cutoff=0.7)
+            or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        )
+        self.add(key, f"{message}; did you mean {close[0]}?" if close else message)
+
+
+def _prefixes(key: str) -> list[str]:
+    words = key.split(".")
+    return [".".join(words[:n]) for n in range(len(words), 0, -1)]
+
+
+def _source(value: Any) -> Any:
+    """A set given as a plain path is one of a path key."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _spread_sources(data: dict[str, Any]) -> dict[str, Any]:
+    train, validation = data.get("train"), data.get("validation")
+    if train is not None:
+        data["train"] = [_source(item) for item in (train if isinstance(train, list) else [train])]
+    if isinstance(validation, str):
+        validation = {"validation": validation}
+    if isinstance(validation, dict):
+        data["validation"] = {name: _source(item) for name, item in validation.items()}
+    return data
+
+
+def build_parser() -> ArgumentParser:
+    """The parser that knows types, defaults and help of every section; default config files are not looked for."""
+    parser = ArgumentParser(
+        prog="accelerate launch src/train.py",
+        description="Fine-tunes Whisper. --config FILE names a recipe (default: the demo recipe); --check tries all and trains nothing.",
+        exit_on_error=False,
+        add_help=True,
+    )
+    for section, config in SECTIONS.items():
+        parser.add_class_arguments(config, section)
+    parser.set_defaults({f"lora.{key}": value for key, value in LORA_DEFAULTS.items()})
+    return parser
+
+
+def _type_message(error: Exception) -> str:
+    """The parser's complaint in one line: what was expected and what was given."""
+    text = str(error)
+    choices = re.search(r"Literal\[[^\]]*\]", text)
+    expected = [choices.group(0)[8:-1].replace("'", "").replace(", ", " | ")] if choices else []
+    expected += [name for name in re.findall(r"Expected a <class '(\w+)'>", text) if name != "NoneType"]
+    enum = re.search(r"Expected a member of <enum '\w+'>: (\{[^}]*\})", text)
+    expected += [enum.group(1)] if enum else []
+    if expected:
+        return f"expected {' or '.join(dict.fromkeys(expected))}"
+    return " ".join(text.splitlines()[-1].split())
+
+
+def _parse_types(raw: dict[str, Any], judge: _Judge) -> dict[str, Any]:
+    """Types and defaults by the parser: all sections as plain dictionaries. Wrong values are told and left out."""
+    parser = build_parser()
+    try:
+        parsed = parser.parse_object(raw)
+    except Exception:
+        # The parser stops at its first error: each key by itself tells them all.
+        right: dict[str, Any] = {section: {} for section in raw}
+        for section, values in raw.items():
+            for key, value in values.items():
+                try:
+                    parser.parse_object({section: {key: value}})
+                    right[section][key] = value
+                except Exception as error:
+                    judge.add(f"{section}.{key}", f"{_type_message(error)}, got {json.dumps(value)}")
+        parsed = parser.parse_object(right)
+    return {section: parsed[section].as_dict() for section in SECTIONS}
+
+
+def load_recipe(argv: list[str]) -> Recipe:
+    """Reads the command line and the recipe it names.
+
+    Returns the checked recipe. Raises UserError with every problem found: unknown keys, wrong types and choices, keys
+    written twice, clashing settings, keys of older trainers. `--help` prints all keys and exits.
+    """
+    if "--help" in argv or "-h" in argv:
+        build_parser().print_help()
+        raise SystemExit(0)
+    config, overrides, check_only = split_arguments(argv)
+    path = Path(config) if config else DEMO_RECIPE
+    reader = _Reader(config or "configs/demo.yaml")
+    raw = _read_recipe_file(path, reader)
+    for key, text in overrides.items():
+        _apply_override(raw, key, text, reader)
+    judge = _Judge(reader)
+    judge.keys(raw)
+    without_adapters = "lora" in raw and raw["lora"] is None
+    known = {
+        section: {key: value for key, value in values.items() if f"{section}.{key}" in _known_keys()}
+        for section, values in raw.items()
+        if section in SECTIONS and isinstance(values, dict)
+    }
+    known["data"] = _spread_sources(known.get("data", {}))
+    parsed = _parse_types(known, judge)
+    recipe = _assemble(reader.source, parsed, without_adapters, check_only)
+    _find_clashes(recipe, judge, given=known)
+    if judge.problems:
+        raise UserError(*judge.problems)
+    return recipe
+
+
+def _assemble(source: str, parsed: dict[str, Any], without_adapters: bool, check_only: bool) -> Recipe:
+    data = dict(parsed["data"])
+    data["train"] = [DataSource(**_plain(item)) for item in data["train"]]
+    data["validation"] = {name: DataSource(**_plain(item)) for name, item in data["validation"].items()}
+    model = ModelConfig(**parsed["model"])
+    model.language = language_code(model.language)
+    return Recipe(
+        source=source,
+        model=model,
+        lora=None if without_adapters else _plain(parsed["lora"]),
+        data=DataConfig(**data),
+        run=RunConfig(**parsed["run"]),
+        training=_plain(parsed["training"]),
+        check_only=check_only,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Nested namespaces as dictionaries, enumeration members as their words."""
+    if hasattr(value, "as_dict"):
+        value = value.as_dict()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(item) for item in value]
+    return getattr(value, "value", value)
+
+
+def language_code(language: str | None) -> str | None:
+    """The two- or three-letter code of a language given as code or English name in any case; None for not set.
+
+    A name that Whisper does not know comes back unchanged, for the caller to refuse.
+    """
+    word = (language or "").strip().lower()
+    if word in ("", "none", "null"):
+        return None
+    return TO_LANGUAGE_CODE.get(word, word)
+
+
+def nearest_languages(language: str) -> str:
+    """The advice for a language that Whisper has no token for: nearest names and how to borrow another's token."""
+    names = [*LANGUAGES, *TO_LANGUAGE_CODE]
+    close = difflib.get_close_matches(language.lower(), names, n=3, cutoff=0.5)
+    nearest = f"; nearest: {', '.join(close)}" if close else ""
+    return f"Whisper has no language {language!r}{nearest}. To teach a new one, borrow the token of a related language"
+
+
+def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, Any]]) -> None:
+    """Settings that are each valid and do not go together, with the key to change."""
+    model, lora, data, run, training = recipe.model, recipe.lora, recipe.data, recipe.run, recipe.training
+    if not model.name:
+        judge.add("model.name", "is missing; a Hub id such as openai/whisper-small, or a folder")
+    if model.language and model.language not in LANGUAGES:
+        judge.add("model.language", nearest_languages(model.language))
+    if lora is None and model.quantization != "none":
+        judge.add("lora", f"full fine-tuning (lora: null) cannot change {model.quantization} weights; write model.quantization: none")
+    if lora is not None and lora.get("task_type"):
+        judge.add("lora.task_type", "leave it out: with a task type the adapter sends input_ids, which Whisper does not take")
+    if not data.train and training["do_train"]:
+        judge.add("data.train", "is missing; the manifest to train on")
+    if not data.validation:
+        judge.add("data.validation", "is missing; at least one named set, so that the gain can be measured")
+    for name in data.validation:
+        if not re.fullmatch(r"[A-Za-z0-9-][A-Za-z0-9_-]*", name) or name == "train":
+            judge.add(f"data.validation.{name}", "a set's name is letters, digits, - and _, and not train")
+    if not 0 < data.max_duration_seconds <= 30:
+        judge.add("data.max_duration_seconds", "at most 30, the model's window, and above 0")
+    if not 0 <= data.max_dropped_share <= 1:
+        judge.add("data.max_dropped_share", "a share between 0 and 1")
+    for key in ("global_batch_size", "max_eval_samples", "early_stopping_patience"):
+        value = getattr(run, key)
+        if value is not None and value < 1:
+            judge.add(f"run.{key}", "at least 1, or null")
+    if run.global_batch_size and "gradient_accumulation_steps" in given.get("training", {}):
+        judge.add("run.global_batch_size", "gradient accumulation follows from it; leave training.gradient_accumulation_steps out")
+    _find_training_clashes(recipe, judge)
+
+
+def _find_training_clashes(recipe: Recipe, judge: _Judge) -> None:
+    training = recipe.training
+    if not training["output_dir"]:
+        judge.add("training.output_dir", "is missing; the folder that receives the run")
+    for key, reason in UNTESTED.items():
+        if training.get(key):
+            judge.add(f"training.{key}", f"not supported: {reason}")
+    if training["bf16"] and training["fp16"]:
+        judge.add("training.fp16", "bf16 and fp16 are both true; choose one, or neither and the card decides")
+    if (training["gradient_checkpointing_kwargs"] or {}).get("use_reentrant"):
+        judge.add(
+            "training.gradient_checkpointing_kwargs",
+            "use_reentrant: true cuts the graph in front of the convolutions and breaks DDP; leave it out",
+        )
+    if training["ddp_find_unused_parameters"]:
+        judge.add("training.ddp_find_unused_parameters", "every adapter takes part in every step; leave it out")
+    if training["remove_unused_columns"]:
+        judge.add("training.remove_unused_columns", "the adapter hides the signature and all columns would go; leave it out")
+    if training["label_names"] != ["labels"]:
+        judge.add("training.label_names", "Whisper's labels are called labels; leave it out")
+    if not training["predict_with_generate"]:
+        judge.add("training.predict_with_generate", "scores need generated text; leave it out")
+    for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if training[key] < 1:
+            judge.add(f"training.{key}", "at least 1")
+    if recipe.run.early_stopping_patience and training["eval_strategy"] == "no":
+        judge.add("run.early_stopping_patience", "needs evaluations; set training.eval_strategy")
+    _find_best_model_clashes(recipe, judge)
+
+
+def _find_best_model_clashes(recipe: Recipe, judge: _Judge) -> None:
+    training = recipe.training
+    names = [f"{name}_{score}" for name in recipe.data.validation for score in SCORES]
+    metric = training["metric_for_best_model"] or (names[0] if names else None)
+    if metric and names and metric.removeprefix("eval_") not in names:
+        close = [name for name in names if name.endswith(tuple(difflib.get_close_matches(metric.rpartition("_")[2], SCORES, n=1)))]
+        judge.add(
+            "training.metric_for_best_model",
+            f"{metric} is not measured; {'did you mean ' + close[0] + '? ' if close else ''}there are {', '.join(names)}",
+        )
+    if training["greater_is_better"]:
+        judge.add("training.greater_is_better", "WER, CER and loss are better when lower; leave it out")
+    if not training["load_best_model_at_end"] or not training["do_train"]:
+        return
+    if training["eval_strategy"] == "no":
+        judge.add("training.eval_strategy", "load_best_model_at_end needs evaluations: steps or epoch")
+    elif training["save_strategy"] not in (training["eval_strategy"], "best"):
+        judge.add("training.save_strategy", f"the best model can only be kept when it equals eval_strategy ({training['eval_strategy']})")
+    elif training["eval_strategy"] == training["save_strategy"] == "steps" and training["eval_steps"]:
+        if training["save_steps"] % training["eval_steps"]:
+            judge.add("training.save_steps", f"must be a multiple of eval_steps ({training['eval_steps']:g}) to keep the best model")
+
+
+# --- using -------------------------------------------------------------------------------------------------------
+
+
+def best_metric(recipe: Recipe) -> str:
+    """The name, set and score, that chooses the best checkpoint: as given, else the WER of the first validation set."""
+    given = recipe.training["metric_for_best_model"]
+    return (given or f"{next(iter(recipe.data.validation))}_wer").removeprefix("eval_")
+
+
+def accumulation_steps(recipe: Recipe, world_size: int) -> int:
+    """Micro-batches a step on each process, so that the global batch is what the recipe says.
+
+    Raises UserError when run.global_batch_size cannot be split evenly.
+    """
+    if recipe.run.global_batch_size is None:
+        return recipe.training["gradient_accumulation_steps"]
+    at_once = world_size * recipe.training["per_device_train_batch_size"]
+    steps, rest = divmod(recipe.run.global_batch_size, at_once)
+    if rest or not steps:
+        raise UserError(
+            f"run.global_batch_size: {recipe.run.global_batch_size} is no multiple of {at_once} "
+            f"({world_size} processes x training.per_device_train_batch_size {at_once // world_size})"
+        )
+    return steps
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML: complete, re-runnable, without secrets."""
+
+    def section(config: Any) -> dict[str, Any]:
+        return {f.name: _plain(getattr(config, f.name)) for f in fields(config)}
+
+    data = section(recipe.data)
+    data["train"] = [section(source) for source in recipe.data.train]
+    data["validation"] = {name: section(source) for name, source in recipe.data.validation.items()}
+    sections = {
+        "model": section(recipe.model),
+        "lora": recipe.lora,
+        "data": data,
+        "run": section(recipe.run),
+        "training": {key: value for key, value in recipe.training.items() if key not in SECRETS},
+    }
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,79 @@
+"""What is a row's label? Token ids by name for the loaded tokenizer, one function for every row."""
+
+import re
+
+from config import ModelConfig, language_code, nearest_languages
+from manifest import Row
+from model import BaseModel, token_id
+
+# Anything that reads like a special token: their ids would be taken for marks, not for text.
+_MARK = re.compile(r"<\|[^<>|]*\|>")
+
+
+class LabelBuilder:
+    """Builds labels for one base model.
+
+    The recipe's language and task count for rows without their own. English-only models take neither.
+    """
+
+    def __init__(self, base: BaseModel, model: ModelConfig, *, allow_empty_text: bool = False):
+        self.base = base
+        self.tokenizer = base.processor.tokenizer
+        self.is_multilingual = base.is_multilingual
+        self.language, self.task = model.language, model.task
+        self.allow_empty_text = allow_empty_text
+        self.max_length = base.config.max_target_positions
+        self.end = token_id(self.tokenizer, "<|endoftext|>")
+
+    def language_of(self, row: Row) -> str | None:
+        """The code of the row's language, its own or the recipe's; None when neither says one."""
+        return language_code(row.language) or self.language
+
+    def task_of(self, row: Row) -> str:
+        """transcribe or translate."""
+        return row.task or self.task
+
+    def prefix(self, row: Row) -> list[int]:
+        """Token ids between the start token and the text: language, task, no-timestamps; only the last for English-only models."""
+        names = ["<|notimestamps|>"]
+        if self.is_multilingual:
+            names = [f"<|{self.language_of(row)}|>", f"<|{self.task_of(row)}|>", *names]
+        return [token_id(self.tokenizer, name) for name in names]
+
+    def build(self, row: Row) -> list[int]:
+        """Label ids of a row: prefix, text, end. The start token is not among them: the decoder's input begins with it.
+
+        The text is stripped and given one leading blank, as the base models were trained.
+        """
+        text = row.text.strip()
+        ids = self.tokenizer.encode(f" {text}", add_special_tokens=False) if text else []
+        return [*self.prefix(row), *ids, self.end]
+
+    def find_problem(self, row: Row) -> tuple[str, str] | None:
+        """What makes the row's text unusable: a reason in the report's fixed words and a detail; None when it is fine."""
+        text = row.text.strip()
+        if not text and not self.allow_empty_text:
+            return "empty_text", "the transcript is empty"
+        marks = _MARK.findall(text)
+        if marks:
+            return "special_tokens", f"{' '.join(marks[:5])} in the text; the marks are added by the program"
+        problem = self._find_language_problem(row)
+        if problem:
+            return "unknown_language", problem
+        length = len(self.build(row))
+        if length > self.max_length:
+            return "label_too_long", f"{length} tokens, the model takes {self.max_length}"
+        return None
+
+    def _find_language_problem(self, row: Row) -> str | None:
+        language = self.language_of(row)
+        if not self.is_multilingual:
+            if language not in (None, "en"):
+                return f"{language}: this model knows English only"
+            if self.task_of(row) != "transcribe":
+                return "this model knows English only and cannot translate"
+        elif language is None:
+            return "the row names no language and model.language is not set"
+        elif f"<|{language}|>" not in self.base.generation_config.lang_to_id:
+            return nearest_languages(language)
+        return None

@@ -1,0 +1,89 @@
+"""How does a row become a batch? Audio is decoded and turned into log-mel features when it is needed, never stored."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from audio import SAMPLE_RATE, AudioError, load_audio
+from labels import LabelBuilder
+from manifest import Row
+
+
+class SpeechDataset(Dataset):
+    """Rows of checked speech; an item is one example, made in the loader's worker.
+
+    An item holds `input_features` (mel bins x 3000 frames, float32), `labels` (list of ids), `row_id` (int, counted from
+    `first_id`), `language` and `task` (for generation), and `attention_mask` (3000 frames, 1 within the clip) on request.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        labels: LabelBuilder,
+        *,
+        first_id: int = 0,
+        with_mask: bool = False,
+    ):
+        self.rows = rows
+        self.labels = labels
+        self.first_id = first_id
+        self.with_mask = with_mask
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        try:
+            waveform = load_audio(row.audio, start=row.start, end=row.end)
+        except AudioError as error:
+            raise RuntimeError(f"{row.file}:{row.line}: {row.audio}: {error}; it was readable when it was checked") from error
+        features = self.labels.base.processor.feature_extractor(
+            waveform,
+            sampling_rate=SAMPLE_RATE,
+            return_attention_mask=self.with_mask,
+            return_tensors="np",
+        )
+        if not np.isfinite(features["input_features"]).all():
+            raise RuntimeError(f"{row.file}:{row.line}: {row.audio}: its features are not finite")
+        item = {
+            "input_features": features["input_features"][0],
+            "labels": self.labels.build(row),
+            "row_id": self.first_id + index,
+            "language": self.labels.language_of(row),
+            "task": self.labels.task_of(row),
+        }
+        if self.with_mask:
+            item["attention_mask"] = features["attention_mask"][0]
+        return item
+
+
+def collate(items: list[dict[str, Any]], *, start: int, pad: int) -> dict[str, Any]:
+    """Joins examples to a batch.
+
+    Returns `input_features` (batch x mel bins x 3000, float32), `labels` (batch x length, int64, -100 behind each row's
+    own length), `decoder_input_ids` (the labels one later, beginning with `start`), `row_id` (batch, int64), the lists
+    `language` and `task`, and `attention_mask` when the examples have one.
+    """
+    length = max(len(item["labels"]) for item in items)
+    labels = torch.full((len(items), length), -100)
+    decoder_input_ids = torch.full((len(items), length), pad)
+    for row, item in enumerate(items):
+        ids = torch.tensor(item["labels"])
+        labels[row, : len(ids)] = ids
+        decoder_input_ids[row, 0] = start
+        decoder_input_ids[row, 1 : len(ids)] = ids[:-1]
+    batch = {
+        "input_features": torch.from_numpy(np.stack([item["input_features"] for item in items])),
+        "labels": labels,
+        "decoder_input_ids": decoder_input_ids,
+        "row_id": torch.tensor([item["row_id"] for item in items]),
+        "language": [item["language"] for item in items],
+        "task": [item["task"] for item in items],
+    }
+    if "attention_mask" in items[0]:
+        batch["attention_mask"] = torch.from_numpy(np.stack([item["attention_mask"] for item in items]))
+    return batch

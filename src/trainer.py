@@ -1,0 +1,336 @@
+"""How is it trained and scored? The stock trainer, mended where Whisper or several ranks need it."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import Dataset, Subset
+from transformers import EvalPrediction, Seq2SeqTrainer
+
+from config import Recipe, TrainingConfig, accumulation_steps, best_metric
+from device import Place, check_placement
+from faults import UserError, progress
+from labels import LabelBuilder
+from model import load_weights
+from scores import compute_scores, decode_ids
+from sets import CheckedSet
+from speech import SpeechDataset, collate
+
+
+def mean_token_loss(
+    outputs: Any, labels: torch.Tensor, *, num_items_in_batch: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """The share of this micro-batch in the mean over all label tokens of the global batch.
+
+    The stock trainer believes that the model divides by `num_items_in_batch`; Whisper ignores it, so gradients would
+    grow with accumulation and ranks. Summed over micro-batches and ranks this is the mean, however the batch is split.
+    Computed in float32 over `outputs.logits` (batch x length x vocabulary); labels of -100 do not count.
+    """
+    total = F.cross_entropy(
+        outputs.logits.float().flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
+    )
+    return total / num_items_in_batch
+
+
+class FiniteLoss:
+    """Stops the run at a loss that is not finite, naming the clips; looks one micro-batch late so as not to wait for the device."""
+
+    def __init__(self, row_names: Callable[[Sequence[int]], str]):
+        self.row_names = row_names
+        self._last: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def watch(self, loss: torch.Tensor, row_ids: torch.Tensor) -> None:
+        """Judges the loss before this one, then remembers this one."""
+        self.judge()
+        event = None
+        if loss.is_cuda:
+            event = torch.cuda.Event()
+            value = loss.detach().to("cpu", non_blocking=True)
+            event.record()
+        else:
+            value = loss.detach().clone()
+        self._last = (value, row_ids, event)
+
+    def judge(self) -> None:
+        """Raises FloatingPointError when the remembered loss is not finite."""
+        if self._last is None:
+            return
+        value, row_ids, event = self._last
+        self._last = None
+        if event is not None:
+            event.synchronize()
+        if not torch.isfinite(value):
+            raise FloatingPointError(f"the loss is {value.item()} on {self.row_names(row_ids.tolist())}")
+
+
+def build_arguments(recipe: Recipe, compute_type: torch.dtype, *, world_size: int, on_cpu: bool) -> TrainingConfig:
+    """The stock trainer's arguments, with all that must hold for Whisper with an adapter and that a recipe cannot forget.
+
+    Touches the device, so the place must be settled. Raises UserError for values that the library refuses.
+    """
+    settled = {
+        "bf16": compute_type == torch.bfloat16,
+        "fp16": compute_type == torch.float16,
+        "gradient_accumulation_steps": accumulation_steps(recipe, world_size),
+        "metric_for_best_model": best_metric(recipe),
+        "greater_is_better": False,
+    }
+    if recipe.training["gradient_checkpointing"]:
+        settled["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if on_cpu:
+        # Without the word, transformers 5.24 takes two processes on CPU for one.
+        settled |= {"use_cpu": True, "dataloader_pin_memory": False}
+    try:
+        arguments = TrainingConfig(**recipe.training | settled)
+    except (ValueError, TypeError, ImportError) as error:
+        raise UserError(f"training: {str(error).strip().splitlines()[0]}") from error
+    # Several visible cards without a launcher would mean old-style data parallel.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
+
+
+class WhisperTrainer(Seq2SeqTrainer):
+    """`Seq2SeqTrainer` with Whisper's loss, generation by row, each row scored once, and clocks.
+
+    Args beyond the stock ones:
+        place: where this process is; batches are checked to be there once in training and once in evaluation.
+        labels: builds labels, and knows the base model with its one effective generation config.
+        compute_type: the type of products in training, evaluation and generation.
+        sets: the scored sets by name; the row ids of two sets differ.
+        rows_total: set name -> rows the manifest had, dropped ones included.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        labels: LabelBuilder,
+        compute_type: torch.dtype,
+        sets: dict[str, SpeechDataset],
+        rows_total: dict[str, int],
+        **stock: Any,
+    ):
+        args, base = stock["args"], labels.base
+        super().__init__(
+            data_collator=partial(collate, start=base.config.decoder_start_token_id, pad=base.config.pad_token_id),
+            compute_loss_func=partial(mean_token_loss, label_smoothing=args.label_smoothing_factor),
+            compute_metrics=self.compute_row_scores,
+            processing_class=base.processor,
+            **stock,
+        )
+        # The loss hook smooths; the stock smoother would take the labels away first.
+        self.label_smoother = None
+        self.place, self.base, self.labels, self.compute_type = place, base, labels, compute_type
+        self.sets = sets
+        self.scored_rows = {
+            row_id: (name, row) for name, rows in sets.items() for row_id, row in enumerate(rows.rows, rows.first_id)
+        }
+        self.rows_total = rows_total
+        self.scores: dict[str, dict[str, Any]] = {}
+        self.finite_loss = FiniteLoss(self._name_rows)
+        self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
+        self.windows = 0
+        self._unchecked = {"training", "evaluation"}
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager:
+        """The one place where products get their type: training, evaluation and generation all run inside it."""
+        if self.compute_type == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.args.device.type, self.compute_type)
+
+    def _name_rows(self, row_ids: Sequence[int]) -> str:
+        rows = [self.train_dataset.rows[i] for i in row_ids]
+        return ", ".join(f"{row.file}:{row.line} ({row.audio})" for row in rows)
+
+    # --- training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self.windows, started = 0, time.perf_counter()
+        result = super().train(*args, **kwargs)
+        self.finite_loss.judge()
+        self.seconds["all"] = time.perf_counter() - started
+        return result
+
+    def summarize(self, mean_clip_seconds: float) -> dict[str, Any]:
+        """Figures of the training just done: steps in all, last logged loss (nats per token), speed over all processes
+        without evaluations and saves, and the shares of the wall clock that went into waiting for data and evaluating."""
+        seconds = self.seconds
+        training = max(seconds["all"] - seconds["evaluate"] - seconds["save"], 1e-9)
+        losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
+        return {
+            "steps": self.state.global_step,
+            "loss": losses[-1] if losses else None,
+            "windows_per_second": self.windows / training,
+            "audio_seconds_per_second": self.windows * mean_clip_seconds / training,
+            "data_wait_share": seconds["data"] / training,
+            "evaluation_share": seconds["evaluate"] / max(seconds["all"], 1e-9),
+            "seconds": seconds["all"],
+        }
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        with progress.during("data"):
+            batches, items = super().get_batch_samples(*args, **kwargs)
+        self.seconds["data"] += time.perf_counter() - started
+        self.windows += sum(len(batch["labels"]) for batch in batches) * self.args.world_size
+        return batches, items
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        progress.phase, progress.step = "forward", self.state.global_step + 1
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self._check_first_batch(inputs, "training")
+        row_ids = inputs.pop("row_id")
+        inputs = {name: value for name, value in inputs.items() if name not in ("language", "task")}
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        self.finite_loss.watch(loss, row_ids)
+        progress.phase = "backward"
+        return loss
+
+    def _check_first_batch(self, inputs: dict[str, Any], kind: str) -> None:
+        if kind in self._unchecked:
+            self._unchecked.remove(kind)
+            tensors = ((name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+            check_placement(tensors, self.place, what=f"the first {kind} batch")
+
+    # --- scoring
+
+    def score(self, sets: dict[str, SpeechDataset], stage: str) -> dict[str, dict[str, Any]]:
+        """Scores whole sets; gives set name -> scores, the same on every rank. `stage` is a word for the log."""
+        self.scores = {}
+        self.evaluate(eval_dataset=sets, metric_key_prefix=stage)
+        return dict(self.scores)
+
+    @torch.no_grad()
+    def sample_loss(self, count: int = 2) -> float:
+        """The mean loss (nats per token) of the first few scored clips on this process alone, no collective involved."""
+        self.model.eval()
+        examples = next(iter(self.sets.values()))
+        batch = self._prepare_inputs(self.data_collator([examples[i] for i in range(min(count, len(examples)))]))
+        with self.compute_loss_context_manager():
+            logits = self.model(
+                input_features=batch["input_features"], decoder_input_ids=batch["decoder_input_ids"]
+            ).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten()).item()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        started = time.perf_counter()
+        self.finite_loss.judge()
+        with progress.during("evaluate"):
+            metrics = super().evaluate(*args, **kwargs)
+        if not isinstance(kwargs.get("eval_dataset") or self.eval_dataset, dict):
+            # For a dictionary of sets the stock trainer calls this once for each.
+            self.seconds["evaluate"] += time.perf_counter() - started
+        return metrics
+
+    @torch.no_grad()
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None, **_: Any
+    ) -> tuple[None, torch.Tensor, torch.Tensor]:
+        """Scores one batch.
+
+        Returns None, the generated ids (batch x length, int64, -100 behind the end) and a table (batch x 3, float64) of
+        row id, summed loss over the row's label tokens (nats) and their number.
+        """
+        inputs = self._prepare_inputs(inputs)
+        self._check_first_batch(inputs, "evaluation")
+        labels = inputs["labels"]
+        with self.compute_loss_context_manager():
+            logits = model(
+                input_features=inputs["input_features"], decoder_input_ids=inputs["decoder_input_ids"]
+            ).logits
+            losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none").double().sum(1)
+            ids = self.generate(inputs["input_features"], inputs["language"], inputs["task"])
+        table = torch.stack([inputs["row_id"].double(), losses, (labels != -100).sum(1).double()], dim=1)
+        return None, ids, table
+
+    def generate(self, input_features: torch.Tensor, languages: Sequence[str | None], tasks: Sequence[str]) -> torch.Tensor:
+        """Generates with each row's own language and task, under the one effective generation config.
+
+        Returns ids (batch x length, int64); what lies behind a row's end is -100. `generate` takes a list of languages
+        but one task a call, so rows are grouped by task.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        parts: list[tuple[list[int], torch.Tensor]] = []
+        for task in sorted(set(tasks)):
+            chosen = [i for i, own in enumerate(tasks) if own == task]
+            words = {}
+            if self.labels.is_multilingual:
+                words = {"language": [languages[i] for i in chosen], "task": task}
+            # Every window is 3000 frames and the encoder hears all of it: a mask of ones says so.
+            features = input_features[chosen]
+            mask = torch.ones(len(chosen), features.shape[-1], dtype=torch.long, device=features.device)
+            parts.append(
+                (chosen, model.generate(features, attention_mask=mask, generation_config=self.base.generation_config, **words))
+            )
+        length = max(ids.shape[1] for _, ids in parts)
+        result = input_features.new_full((len(tasks), length), -100, dtype=torch.long)
+        for chosen, ids in parts:
+            for row, own in zip(chosen, ids, strict=True):
+                ends = (own == self.labels.end).nonzero()
+                own = own[: ends[0, 0] + 1] if len(ends) else own
+                result[row, : len(own)] = own
+        return result
+
+    def compute_row_scores(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Scores of one whole set, each row once: the gathered batches repeat rows to fill the last one."""
+        table = {int(row_id): (i, loss, tokens) for i, (row_id, loss, tokens) in enumerate(prediction.label_ids)}
+        row_ids = sorted(table)
+        places = [table[row_id][0] for row_id in row_ids]
+        names, rows = zip(*(self.scored_rows[row_id] for row_id in row_ids), strict=True)
+        ids = prediction.predictions[places]
+        limit = self.base.generation_config.max_length
+        scores: dict[str, Any] = compute_scores(
+            [row.text for row in rows],
+            decode_ids(ids, self.base.processor.tokenizer),
+            languages=[self.labels.language_of(row) for row in rows],
+            at_length_limit=[len(own[own != -100]) >= limit for own in ids],
+        )
+        scores["loss"] = sum(table[i][1] for i in row_ids) / sum(table[i][2] for i in row_ids)
+        scores["rows_total"] = self.rows_total[names[0]]
+        self.scores[names[0]] = scores
+        return {key: value for key, value in scores.items() if isinstance(value, (int, float))}
+
+    # --- saving
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        started = time.perf_counter()
+        self.finite_loss.judge()
+        with progress.during("save"):
+            super()._save_checkpoint(model, trial)
+        self.seconds["save"] += time.perf_counter() - started
+
+    # The stock trainer lets peft read an adapter to the default device, which is card 0 on every rank.
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        load_weights(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        load_weights(self.model, self.state.best_model_checkpoint)
+
+
+def build_examples(
+    recipe: Recipe, checked: dict[str, CheckedSet], labels: LabelBuilder
+) -> tuple[SpeechDataset | None, dict[str, SpeechDataset]]:
+    """The training examples (None when the recipe only scores) and the scored sets by name, with row ids of their own."""
+    sets: dict[str, SpeechDataset] = {}
+    first_id = 0
+    for name in recipe.data.validation:
+        sets[name] = SpeechDataset(checked[name].rows, labels, first_id=first_id)
+        first_id += len(sets[name])
+    if not recipe.training["do_train"]:
+        return None, sets
+    return SpeechDataset(checked["train"].rows, labels, with_mask=recipe.model.apply_spec_augment), sets
+
+
+def thin_out(examples: SpeechDataset, most: int | None) -> Dataset:
+    """The examples themselves, or `most` of them, the same ones in every run."""
+    if most is None or most >= len(examples):
+        return examples
+    return Subset(examples, sorted(random.Random(0).sample(range(len(examples)), most)))
