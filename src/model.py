@@ -130,7 +130,7 @@ def complete_generation_config(
         generation_config.task = model.task
     end = token_id(tokenizer, "<|endoftext|>")
     generation_config.decoder_start_token_id = config.decoder_start_token_id
-    generation_config.eos_token_id = generation_config.pad_token_id = end
+    generation_config.bos_token_id = generation_config.eos_token_id = generation_config.pad_token_id = end
     generation_config.forced_decoder_ids = None
     generation_config.use_cache = True
     generation_config.max_new_tokens = None
@@ -159,6 +159,8 @@ def _check_language(model: ModelConfig, generation_config: GenerationConfig) -> 
 def build_lora_config(lora: dict[str, Any]) -> LoraConfig:
     """peft's LoraConfig from the recipe's section; only what differs from peft's own defaults is handed over."""
     given = {f.name: lora[f.name] for f in fields(LoraConfig) if f.name in lora and lora[f.name] != _default(f)}
+    if given.get("init_lora_weights") != "loftq":
+        given.pop("loftq_config", None)  # the parser fills it in
     if "runtime_config" in given:
         given["runtime_config"] = LoraRuntimeConfig(**given["runtime_config"])
     return LoraConfig(**given)

@@ -102,19 +102,15 @@ def _check_set(name: str, rows: list[Row], bad: list[BadRow], *, data: DataConfi
     )
 
 
-def describe_plan(checked: dict[str, CheckedSet], arguments: TrainingConfig, *, place: Place) -> str:
-    """Lines for the log: rows and hours of every set, and the steps with the global batch and its sum."""
-    lines = [f"{name}: {len(part.rows):,} rows, {part.seconds / 3600:.2f} h" for name, part in checked.items()]
-    if arguments.do_train:
-        each, accumulated = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
-        whole = place.world_size * each * accumulated
-        steps = arguments.max_steps
-        if steps <= 0:
-            micro_batches = math.ceil(len(checked["train"].rows) / (place.world_size * each))
-            steps = math.ceil(arguments.num_train_epochs * math.ceil(micro_batches / accumulated))
-        epochs = steps * whole / len(checked["train"].rows)
-        lines.append(
-            f"{steps:,} steps ({epochs:.1f} epochs) of {whole} clips = {place.world_size} process"
-            f"{'es' if place.world_size > 1 else ''} x {each} at once x {accumulated} accumulated"
-        )
-    return "\n".join(lines)
+def describe_plan(train: CheckedSet, arguments: TrainingConfig, *, place: Place) -> str:
+    """One line for the log: the steps, the epochs, and the global batch with its sum."""
+    each, accumulated = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    whole = place.world_size * each * accumulated
+    steps = arguments.max_steps
+    if steps <= 0:
+        micro_batches = math.ceil(len(train.rows) / (place.world_size * each))
+        steps = math.ceil(arguments.num_train_epochs * math.ceil(micro_batches / accumulated))
+    return (
+        f"{steps:,} steps ({steps * whole / len(train.rows):.1f} epochs) of {whole} clips = {place.world_size} process"
+        f"{'es' if place.world_size > 1 else ''} x {each} at once x {accumulated} accumulated"
+    )

@@ -54,7 +54,8 @@ def main(argv: list[str]) -> None:
     labels = LabelBuilder(base, recipe.model, allow_empty_text=recipe.data.allow_empty_text)
     with progress.during("data"):
         checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder)
-    say(describe_plan(checked, arguments, place=place))
+    if arguments.do_train:
+        say(describe_plan(checked["train"], arguments, place=place))
     if recipe.check_only:
         say(f"--check: this run can start: accelerate launch src/train.py {shlex.join(w for w in argv if w != '--check')}")
         return

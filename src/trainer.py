@@ -166,6 +166,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         return {
             "steps": self.state.global_step,
             "loss": losses[-1] if losses else None,
+            "windows": self.windows,
             "windows_per_second": self.windows / training,
             "audio_seconds_per_second": self.windows * mean_clip_seconds / training,
             "data_wait_share": seconds["data"] / training,
@@ -252,7 +253,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         return None, ids, table
 
     def generate(self, input_features: torch.Tensor, languages: Sequence[str | None], tasks: Sequence[str]) -> torch.Tensor:
-        """Generates with each row's own language and task, under the one effective generation config.
+        """Generates with each row's own language and task, under the model's one generation config.
 
         Returns ids (batch x length, int64); what lies behind a row's end is -100. `generate` takes a list of languages
         but one task a call, so rows are grouped by task.
@@ -267,9 +268,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             # Every window is 3000 frames and the encoder hears all of it: a mask of ones says so.
             features = input_features[chosen]
             mask = torch.ones(len(chosen), features.shape[-1], dtype=torch.long, device=features.device)
-            parts.append(
-                (chosen, model.generate(features, attention_mask=mask, generation_config=self.base.generation_config, **words))
-            )
+            parts.append((chosen, model.generate(features, attention_mask=mask, **words)))
         length = max(ids.shape[1] for _, ids in parts)
         result = input_features.new_full((len(tasks), length), -100, dtype=torch.long)
         for chosen, ids in parts:

@@ -36,7 +36,8 @@ def test_the_reader_returns_every_array_as_written_and_resolves_aliases(tmp_path
         "encoder/num_heads": numpy.array(8, dtype="<i2"),
         "bytes": numpy.array([-1, 2], dtype="i1"),
     }
-    path = write_ctranslate2(tmp_path / "model.bin", written, aliases=[("decoder/projection/weight", "decoder/embeddings/weight")])
+    aliases = [("decoder/projection/weight", "decoder/embeddings/weight")]
+    path = write_ctranslate2(tmp_path / "model.bin", written, aliases=aliases)
     read = fetch_demo.load_ctranslate2(path)
     assert set(read) == {*written, "decoder/projection/weight"}
     for name, array in written.items():
@@ -72,8 +73,10 @@ def test_stacked_projections_are_split_in_order_and_the_bias_of_k_is_left_out():
     })
     layer = "model.decoder.layers.4."
     expected = {
-        "self_attn.q_proj.weight": stacked[:d], "self_attn.k_proj.weight": stacked[d : 2 * d], "self_attn.v_proj.weight": stacked[2 * d :],
-        "self_attn.q_proj.bias": stacked[:d, 0], "self_attn.v_proj.bias": stacked[2 * d :, 0], "self_attn.out_proj.weight": stacked[:d],
+        "self_attn.q_proj.weight": stacked[:d], "self_attn.q_proj.bias": stacked[:d, 0],
+        "self_attn.k_proj.weight": stacked[d : 2 * d],
+        "self_attn.v_proj.weight": stacked[2 * d :], "self_attn.v_proj.bias": stacked[2 * d :, 0],
+        "self_attn.out_proj.weight": stacked[:d],
         "encoder_attn.q_proj.weight": stacked[:d] + 1, "encoder_attn.k_proj.weight": stacked[:d],
         "encoder_attn.v_proj.weight": stacked[d : 2 * d], "encoder_attn.v_proj.bias": stacked[d : 2 * d, 0],
         "encoder_attn.out_proj.weight": stacked[:d] + 2,
@@ -100,8 +103,8 @@ def test_a_whole_toy_model_maps_onto_exactly_the_names_the_library_saves():
             for number in range(3 if part == "attention" else 2):
                 modules[f"{side}/layer_0/{part}/linear_{number}"] = linear
     modules |= {"encoder/conv1": linear, "encoder/conv2": linear}
-    state = fetch_demo.build_state_dict({f"{name}/{key}": array for name, module in modules.items() for key, array in module.items()})
-    assert set(state) == wanted
+    flat = {f"{name}/{key}": array for name, module in modules.items() for key, array in module.items()}
+    assert set(fetch_demo.build_state_dict(flat)) == wanted
 
 
 @pytest.mark.parametrize(("text", "fault"), [
@@ -116,6 +119,8 @@ def test_a_whole_toy_model_maps_onto_exactly_the_names_the_library_saves():
     ("Al segnale acustico, il tempo sar? esattamente", "damaged letters"),
     ("Perpiacere riprova la chiamata pi? tardi.", "damaged letters"),
     ("Gli op?ratori sono occupati", "damaged letters"),
+    ("Il numero ? stato con successo", "damaged letters"),
+    ("Changer pour quel dossier ?", None),
     ("La conf\ufffdrence est pleine.", "damaged letters"),
     ("saluto eliminato vm-then-pound: poi premere cancelletto", "several prompts on one line"),
     ("Au revoir.", "under 3 words"),

@@ -1,0 +1,117 @@
+"""The real command, in one and in two processes (gloo), on a two-layer Whisper."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gradients import KeepingTrainer
+from launching import ROOT, launch, train_here, write_recipe
+from toy import build_whisper, write_speech
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory) -> Path:
+    """A folder with a toy model, eight training clips with texts of unequal length and five validation clips."""
+    folder = tmp_path_factory.mktemp("speech")
+    build_whisper(folder / "model")
+    write_speech(folder, [f"clip {i} " * (1 + i % 4) for i in range(8)])
+    write_speech(folder, [f"other {i}" for i in range(5)], name="dev")
+    return folder
+
+
+def gradients(
+    folder: Path, speech: Path, monkeypatch, *, processes: int, batch: int, accumulation: int
+) -> list[dict[str, torch.Tensor]]:
+    """The gradients of two steps at a global batch of 4, clipped, as rank 0 hands them to the optimiser; ranks must agree."""
+    kept = folder / f"{processes}x{batch}x{accumulation}"
+    kept.mkdir()
+    recipe = write_recipe(
+        speech,
+        run={"baseline": False},
+        training={
+            "output_dir": str(kept / "out"),
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+            "max_grad_norm": 0.05,
+        },
+    )
+    if processes == 1:
+        monkeypatch.setenv("GRADIENTS", str(kept))
+        monkeypatch.setattr("train.WhisperTrainer", KeepingTrainer)
+        train_here(recipe)
+    else:
+        script = ROOT / "tests" / "gradients.py"
+        run = launch(recipe, processes=processes, script=script, GRADIENTS=str(kept), PYTHONPATH=str(ROOT / "src"))
+        assert run.status == 0, run.tail
+    steps = []
+    for step in range(2):
+        ranks = [torch.load(kept / f"step{step}-rank{rank}.pt", weights_only=True) for rank in range(processes)]
+        for other in ranks[1:]:
+            torch.testing.assert_close(other, ranks[0], rtol=0, atol=0)
+        steps.append(ranks[0])
+    return steps
+
+
+def test_gradients_depend_on_the_global_batch_alone(speech, tmp_path, monkeypatch):
+    whole = gradients(tmp_path, speech, monkeypatch, processes=1, batch=4, accumulation=1)
+    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in whole[0].values()]))
+    torch.testing.assert_close(norm, torch.tensor(0.05), rtol=1e-4, atol=0)  # clipping is at work
+    for processes, batch, accumulation in [(1, 1, 4), (2, 1, 2), (2, 2, 1)]:
+        split = gradients(tmp_path, speech, monkeypatch, processes=processes, batch=batch, accumulation=accumulation)
+        for step, expected in zip(split, whole, strict=True):
+            torch.testing.assert_close(step, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_two_processes_score_every_row_of_an_uneven_set_once(speech, tmp_path):
+    recipe = write_recipe(speech, training={"output_dir": str(tmp_path / "one"), "do_train": False})
+    run = launch(recipe, "--training.output_dir", str(tmp_path / "two"), processes=2)
+    assert run.status == 0, run.tail
+    one, two = train_here(recipe)["final"]["dev"], run.results["final"]["dev"]
+    assert one["rows_scored"] == two["rows_scored"] == 5
+    assert run.results["world_size"] == 2
+    assert two.pop("loss") == pytest.approx(one.pop("loss"), abs=1e-6)
+    assert one == two
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resumed_run_equals_the_straight_run(speech, tmp_path, processes):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    recipe = write_recipe(
+        speech,
+        lora={"r": 4, "lora_alpha": 8, "lora_dropout": 0.1},
+        training={"output_dir": str(straight), "max_steps": 4, "eval_steps": 2, "save_steps": 2, "save_total_limit": None},
+    )
+
+    def train(*overrides: str) -> dict:
+        if processes == 1:
+            return train_here(recipe, *overrides)
+        run = launch(recipe, *overrides, processes=processes)
+        assert run.status == 0, run.tail
+        return run.results
+
+    first = train()
+    shutil.copytree(straight, resumed)
+    shutil.rmtree(resumed / "checkpoint-4")
+    (resumed / "results.json").unlink()
+    (resumed / "adapter_model.safetensors").unlink()
+    again = train("--training.output_dir", str(resumed), "--run.resume", "auto")
+    for name in ("adapter_model.safetensors", "checkpoint-4/adapter_model.safetensors"):
+        torch.testing.assert_close(load_file(resumed / name), load_file(straight / name), rtol=0, atol=0)
+    for part in ("baseline", "best", "final"):
+        assert again[part] == first[part]
+    assert json.loads((resumed / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
+    assert again["train"]["windows"] == first["train"]["windows"] / 2  # it did not begin anew
+
+
+def test_eight_bit_training_runs_on_cpu_in_two_processes(speech, tmp_path):
+    recipe = write_recipe(speech, model={"quantization": "8bit"}, training={"output_dir": str(tmp_path / "out")})
+    run = launch(recipe, processes=2)
+    assert run.status == 0, run.tail
+    assert "8-bit" in run.stdout
+    assert run.results["status"] == "finished"
+    assert run.results["train"]["steps"] == 2
+    assert set(run.results["final"]) == {"dev"}
