@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from peft import LoraConfig
 from transformers import Seq2SeqTrainingArguments
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
@@ -475,8 +475,12 @@ def _spread_sources(data: dict[str, Any]) -> dict[str, Any]:
 def build_parser() -> ArgumentParser:
     """The parser that knows types, defaults and help of every section; default config files are not looked for."""
     parser = ArgumentParser(
-        prog="accelerate launch src/train.py",
-        description="Fine-tunes Whisper. --config FILE names a recipe (default: the demo recipe); --check tries all and trains nothing.",
+        prog="train.py",
+        usage="accelerate launch src/train.py [--config FILE] [--check] [--section.key VALUE ...]",
+        description=(
+            "Fine-tunes Whisper. --config names a recipe (default: configs/demo.yaml); --check tries all that can fail "
+            "without loading weights. Every key of a recipe can be overridden; the last wins."
+        ),
         exit_on_error=False,
         add_help=True,
     )
@@ -484,6 +488,11 @@ def build_parser() -> ArgumentParser:
         parser.add_class_arguments(config, section)
     parser.set_defaults({f"lora.{key}": value for key, value in LORA_DEFAULTS.items()})
     return parser
+
+
+@functools.cache
+def _defaults() -> Namespace:
+    return build_parser().parse_object({}, env=False)
 
 
 def _type_message(error: Exception) -> str:
@@ -502,7 +511,7 @@ def _type_message(error: Exception) -> str:
 def _parse_types(raw: dict[str, Any], judge: _Judge) -> dict[str, Any]:
     """Types and defaults by the parser: all sections as plain dictionaries. Wrong values are told and left out."""
     parser = build_parser()
-    parsed = parser.get_defaults()
+    parsed = _defaults().clone()
     for section, values in raw.items():
         for key, value in values.items():
             # Each key by itself, since the parser stops at its first error; a copy, since it changes what it is given.
@@ -607,6 +616,8 @@ def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, A
         judge.add("model.language", nearest_languages(model.language))
     if lora is None and model.quantization != "none":
         judge.add("lora", f"full fine-tuning (lora: null) cannot change {model.quantization} weights; write model.quantization: none")
+    if lora is None and model.adapter:
+        judge.add("model.adapter", "full fine-tuning (lora: null) has no adapter; leave one of them out")
     if lora is not None and lora.get("task_type"):
         judge.add("lora.task_type", "leave it out: with a task type the adapter sends input_ids, which Whisper does not take")
     if not data.train and training["do_train"]:
@@ -638,7 +649,10 @@ def _find_training_clashes(recipe: Recipe, judge: _Judge) -> None:
             judge.add(f"training.{key}", f"not supported: {reason}")
     if training["bf16"] and training["fp16"]:
         judge.add("training.fp16", "bf16 and fp16 are both true; choose one, or neither and the card decides")
-    if (training["gradient_checkpointing_kwargs"] or {}).get("use_reentrant"):
+    checkpointing = training["gradient_checkpointing_kwargs"] or {}
+    if not isinstance(checkpointing, dict):
+        judge.add("training.gradient_checkpointing_kwargs", f"a mapping is expected, not {json.dumps(checkpointing)}")
+    elif checkpointing.get("use_reentrant"):
         judge.add(
             "training.gradient_checkpointing_kwargs",
             "use_reentrant: true cuts the graph in front of the convolutions and breaks DDP; leave it out",
@@ -651,8 +665,9 @@ def _find_training_clashes(recipe: Recipe, judge: _Judge) -> None:
         judge.add("training.label_names", "Whisper's labels are called labels; leave it out")
     if not training["predict_with_generate"]:
         judge.add("training.predict_with_generate", "scores need generated text; leave it out")
-    for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if training[key] < 1:
+    counts = ["per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"]
+    for key in (*counts, "generation_max_length", "generation_num_beams"):
+        if training[key] is not None and training[key] < 1:
             judge.add(f"training.{key}", "at least 1")
     if recipe.run.early_stopping_patience and training["eval_strategy"] == "no":
         judge.add("run.early_stopping_patience", "needs evaluations; set training.eval_strategy")

@@ -2,6 +2,8 @@
 
 import re
 
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
 from config import ModelConfig, language_code, nearest_languages
 from manifest import Row
 from model import BaseModel, token_id
@@ -75,5 +77,5 @@ class LabelBuilder:
         elif language is None:
             return "the row names no language and model.language is not set"
         elif f"<|{language}|>" not in self.base.generation_config.lang_to_id:
-            return nearest_languages(language)
+            return f"this model has no token for {language}" if language in LANGUAGES else nearest_languages(language)
         return None

@@ -21,6 +21,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from config import ModelConfig, Recipe
 from device import Place, check_placement, model_tensors
+from eight_bit import use_dequantized_products
 from faults import UserError
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -62,10 +63,11 @@ class BaseModel:
         return bool(self.generation_config.is_multilingual)
 
 
-def read_base_model(model: ModelConfig, *, max_new_tokens: int, num_beams: int) -> BaseModel:
+def read_base_model(model: ModelConfig, *, max_new_tokens: int | None, num_beams: int | None) -> BaseModel:
     """Reads config, tokenizer and generation config of the base model; weights are not touched.
 
-    Raises UserError when something is missing, is not Whisper, or does not fit the recipe.
+    `max_new_tokens` None: as many as there is room for. Raises UserError when something is missing (an adapter that the
+    recipe names, too), is not Whisper, or does not fit the recipe.
     """
     folder = Path(model.name)
     is_local = folder.is_dir()
@@ -80,6 +82,10 @@ def read_base_model(model: ModelConfig, *, max_new_tokens: int, num_beams: int) 
         raise UserError(f"model.name: {model.name} cannot be read: {str(error).strip().splitlines()[0]}{hint}") from error
     if config.model_type != "whisper":
         raise UserError(f"model.name: {model.name} is a {config.model_type} model, not Whisper")
+    if is_local and not any(folder.glob("*.safetensors")):
+        raise UserError(f"model.name: {model.name} holds no weights as safetensors; others are not read")
+    if model.adapter and not (Path(model.adapter) / ADAPTER_FILE).is_file():
+        raise UserError(f"model.adapter: {model.adapter} holds no {ADAPTER_FILE}")
     try:
         generation_config = GenerationConfig.from_pretrained(name, local_files_only=is_local)
     except OSError:
@@ -105,11 +111,12 @@ def read_base_model(model: ModelConfig, *, max_new_tokens: int, num_beams: int) 
         notes=notes,
     )
     room = config.max_target_positions - base.prompt_length
+    max_new_tokens = max_new_tokens or room
     if max_new_tokens > room:
         notes.append(f"training.generation_max_length: {max_new_tokens} is cut to {room}, the model's positions less the prompt")
     # Whisper adds the prompt to this length.
     generation_config.max_length = min(max_new_tokens, room)
-    generation_config.num_beams = num_beams
+    generation_config.num_beams = num_beams or 1
     return base
 
 
@@ -141,7 +148,8 @@ def complete_generation_config(
         generation_config.suppress_tokens = model.suppress_tokens
     if getattr(generation_config, "suppress_tokens", None) is None:
         generation_config.suppress_tokens = []
-    if getattr(generation_config, "begin_suppress_tokens", None) is None:
+    by_position = list(WhisperConfig().begin_suppress_tokens)  # ids of the English-only vocabulary, in every bare config
+    if getattr(generation_config, "begin_suppress_tokens", None) in (None, by_position):
         # As the base models: neither a blank nor the end comes first.
         generation_config.begin_suppress_tokens = [*tokenizer.encode(" ", add_special_tokens=False), end]
 
@@ -188,6 +196,7 @@ def load_model(recipe: Recipe, base: BaseModel, place: Place, *, compute_type: t
         use_safetensors=True,
         local_files_only=Path(base.name).is_dir(),
     )
+    use_dequantized_products(model)
     model.generation_config = base.generation_config
     if recipe.lora is not None:
         model.requires_grad_(False)
@@ -202,8 +211,6 @@ def load_model(recipe: Recipe, base: BaseModel, place: Place, *, compute_type: t
 
 
 def _attach_adapter(model: torch.nn.Module, folder: str) -> PeftModel:
-    if not (Path(folder) / ADAPTER_FILE).is_file():
-        raise UserError(f"model.adapter: {folder} holds no {ADAPTER_FILE}")
     # Read to the CPU: the default device of an adapter file is card 0 on every process.
     return PeftModel.from_pretrained(model, folder, is_trainable=True, torch_device="cpu")
 

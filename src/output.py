@@ -113,12 +113,12 @@ def compare_recipes(saved: dict[str, Any], current: str) -> str:
     return "\n".join(lines)
 
 
-def read_baseline(folder: Path) -> dict[str, Any] | None:
-    """The scores of the untouched model that an earlier part of this run has left; None when there are none."""
+def read_baseline(folder: Path) -> dict[str, Any]:
+    """The scores of the untouched model that an earlier part of this run has left; empty when there are none."""
     try:
         return json.loads((folder / BASELINE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return {}
 
 
 def check_files_can_be_read_back(base: BaseModel) -> None:
@@ -182,9 +182,12 @@ def write_model_card(folder: Path, recipe: Recipe, results: dict[str, Any]) -> N
     else:
         load = (
             f'base = WhisperForConditionalGeneration.from_pretrained("{recipe.model.name}")\n'
+            f'base.generation_config = GenerationConfig.from_pretrained("{folder.name}")\n'
             f'model = PeftModel.from_pretrained(base, "{folder.name}")'
         )
-    imports = "from peft import PeftModel\n" if recipe.lora is not None else ""
+    first, names = "", "WhisperForConditionalGeneration, WhisperProcessor"
+    if recipe.lora is not None:
+        first, names = "from peft import PeftModel\n", f"GenerationConfig, {names}"
     normalizers = sorted({name for final in results["final"].values() for name in final["normalizers"]})
     front = {"base_model": recipe.model.name, "library_name": "peft" if recipe.lora else "transformers", "tags": ["whisper-ddp"]}
     write_text(
@@ -205,7 +208,7 @@ Normalised by: {', '.join(normalizers)}.
 Trained without time tokens: timestamps of this model are worth little.
 
 ```python
-{imports}from transformers import WhisperForConditionalGeneration, WhisperProcessor
+{first}from transformers import {names}
 
 {load}
 processor = WhisperProcessor.from_pretrained("{folder.name}")

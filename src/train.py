@@ -115,9 +115,9 @@ def train(
         checkpoint, notes = output.find_checkpoint(folder, world_size=place.world_size)
         say(*notes, f"going on from {checkpoint}" if checkpoint else "no complete checkpoint: starting anew")
         baseline = output.read_baseline(folder) if checkpoint else {}
-    if recipe.run.baseline and not baseline:
+    if recipe.run.baseline and checkpoint is None:
         say("scoring the untouched model")
-        baseline = trainer.score(trainer.sets, "baseline") if checkpoint is None else {}
+        baseline = trainer.score(trainer.sets, "baseline")
         if place.is_main:
             output.write_json(folder / output.BASELINE_FILE, baseline)
     if recipe.run.early_stopping_patience:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Subset
 from transformers import EvalPrediction, Seq2SeqTrainer
+from transformers.modeling_outputs import BaseModelOutput
 
 from config import Recipe, TrainingConfig, accumulation_steps, best_metric
 from device import Place, check_placement
@@ -150,10 +152,15 @@ class WhisperTrainer(Seq2SeqTrainer):
     # --- training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        # Scoring before training marks the bare model as prepared; accelerate would then not wrap it, and every rank
+        # would train alone, without an error.
+        if hasattr(self.model, "_is_accelerate_prepared"):
+            del self.model._is_accelerate_prepared
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.windows, started = 0, time.perf_counter()
         result = super().train(*args, **kwargs)
         self.finite_loss.judge()
+        progress.phase = "load"
         self.seconds["all"] = time.perf_counter() - started
         return result
 
@@ -184,6 +191,8 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         progress.phase, progress.step = "forward", self.state.global_step + 1
+        if self.args.world_size > 1 and not isinstance(model, DistributedDataParallel):
+            raise RuntimeError("the model is not wrapped for several processes: gradients would not be averaged")
         return super().training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -243,34 +252,37 @@ class WhisperTrainer(Seq2SeqTrainer):
         inputs = self._prepare_inputs(inputs)
         self._check_first_batch(inputs, "evaluation")
         labels = inputs["labels"]
+        whisper = self.accelerator.unwrap_model(self.model)
         with self.compute_loss_context_manager():
-            logits = model(
-                input_features=inputs["input_features"], decoder_input_ids=inputs["decoder_input_ids"]
-            ).logits
-            losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none").double().sum(1)
-            ids = self.generate(inputs["input_features"], inputs["language"], inputs["task"])
+            # Heard once, for the loss and for the text. Every window is 3000 frames and the encoder hears all of it.
+            heard = whisper.get_encoder()(inputs["input_features"]).last_hidden_state
+            outputs = whisper(encoder_outputs=(heard,), decoder_input_ids=inputs["decoder_input_ids"])
+            losses = F.cross_entropy(outputs.logits.float().transpose(1, 2), labels, reduction="none").double().sum(1)
+            ids = self.generate(heard, inputs["language"], inputs["task"])
         table = torch.stack([inputs["row_id"].double(), losses, (labels != -100).sum(1).double()], dim=1)
         return None, ids, table
 
-    def generate(self, input_features: torch.Tensor, languages: Sequence[str | None], tasks: Sequence[str]) -> torch.Tensor:
+    def generate(self, heard: torch.Tensor, languages: Sequence[str | None], tasks: Sequence[str]) -> torch.Tensor:
         """Generates with each row's own language and task, under the model's one generation config.
 
-        Returns ids (batch x length, int64); what lies behind a row's end is -100. `generate` takes a list of languages
-        but one task a call, so rows are grouped by task.
+        `heard` is the encoder's output (batch x positions x width). Returns ids (batch x length, int64); what lies behind
+        a row's end is -100. `generate` takes a list of languages but one task a call, so rows are grouped by task.
         """
-        model = self.accelerator.unwrap_model(self.model)
+        whisper = self.accelerator.unwrap_model(self.model)
         parts: list[tuple[list[int], torch.Tensor]] = []
         for task in sorted(set(tasks)):
             chosen = [i for i, own in enumerate(tasks) if own == task]
             words = {}
             if self.labels.is_multilingual:
                 words = {"language": [languages[i] for i in chosen], "task": task}
-            # Every window is 3000 frames and the encoder hears all of it: a mask of ones says so.
-            features = input_features[chosen]
-            mask = torch.ones(len(chosen), features.shape[-1], dtype=torch.long, device=features.device)
-            parts.append((chosen, model.generate(features, attention_mask=mask, **words)))
+            # Every window is heard whole: a mask of ones says so, since padding and end share an id.
+            mask = torch.ones(len(chosen), 2 * heard.shape[1], dtype=torch.long, device=heard.device)
+            ids = whisper.generate(
+                encoder_outputs=BaseModelOutput(last_hidden_state=heard[chosen]), attention_mask=mask, **words
+            )
+            parts.append((chosen, ids))
         length = max(ids.shape[1] for _, ids in parts)
-        result = input_features.new_full((len(tasks), length), -100, dtype=torch.long)
+        result = torch.full((len(tasks), length), -100, device=heard.device)
         for chosen, ids in parts:
             for row, own in zip(chosen, ids, strict=True):
                 ends = (own == self.labels.end).nonzero()

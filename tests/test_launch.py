@@ -31,7 +31,7 @@ def gradients(
     kept.mkdir()
     recipe = write_recipe(
         speech,
-        run={"baseline": False},
+        run={"baseline": True},  # scoring first must not keep the ranks from averaging
         training={
             "output_dir": str(kept / "out"),
             "per_device_train_batch_size": batch,

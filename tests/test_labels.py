@@ -1,0 +1,214 @@
+"""A row's label is the same ids whatever the batch, made by name for the loaded tokenizer; padding comes from lengths."""
+
+import pytest
+import torch
+import toy
+from config import ModelConfig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from labels import LabelBuilder
+from manifest import Row
+from model import BaseModel, read_base_model, token_id
+from speech import collate
+from transformers.models.whisper.modeling_whisper import shift_tokens_right
+
+# Ids of the 51865-token vocabulary; letters are those of GPT-2: ! is 0, h 71, i 72, the blank 220.
+END, START, EN, FR, HI, TRANSLATE, TRANSCRIBE, NO_TIMES = 50257, 50258, 50259, 50265, 50276, 50358, 50359, 50363
+
+
+def build_base(folder, *, text_tokens=50257, language=None, **changes) -> BaseModel:
+    toy.build_whisper(folder, text_tokens=text_tokens, bare_generation_config=True, **changes)
+    return read_base_model(ModelConfig(name=str(folder), language=language), max_new_tokens=225, num_beams=1)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> BaseModel:
+    """A multilingual model with a max_length of 20 in its config, as large-v3 has."""
+    return build_base(tmp_path_factory.mktemp("base"), max_length=20)
+
+
+@pytest.fixture(scope="module")
+def english(tmp_path_factory) -> BaseModel:
+    """An English-only model: 51864 tokens."""
+    return build_base(tmp_path_factory.mktemp("english"), text_tokens=50256)
+
+
+def row(text: str = "hi", **columns) -> Row:
+    return Row("clip.wav", text, "train.jsonl", 1, **columns)
+
+
+def builder(base: BaseModel, *, language: str | None = "en", task: str = "transcribe", **how) -> LabelBuilder:
+    return LabelBuilder(base, ModelConfig(language=language, task=task), **how)
+
+
+def batch_of(labels: LabelBuilder, *rows: Row) -> dict:
+    items = [
+        {"labels": labels.build(own), "input_features": torch.zeros(80, 3000).numpy(), "row_id": 0, "language": None, "task": None}
+        for own in rows
+    ]
+    return collate(items, start=labels.base.config.decoder_start_token_id, pad=labels.base.config.pad_token_id)
+
+
+# --- ids ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "ids"),
+    [
+        (row("hi"), [EN, TRANSCRIBE, NO_TIMES, 220, 71, 72, END]),
+        (row("hi", language="fr"), [FR, TRANSCRIBE, NO_TIMES, 220, 71, 72, END]),
+        (row("hi", language="Hindi"), [HI, TRANSCRIBE, NO_TIMES, 220, 71, 72, END]),
+        (row("hi", language="HI", task="translate"), [HI, TRANSLATE, NO_TIMES, 220, 71, 72, END]),
+        (row("hi", language="None"), [EN, TRANSCRIBE, NO_TIMES, 220, 71, 72, END]),
+        (row("hi", language=""), [EN, TRANSCRIBE, NO_TIMES, 220, 71, 72, END]),
+        (row("!"), [EN, TRANSCRIBE, NO_TIMES, 220, 0, END]),
+        (row(""), [EN, TRANSCRIBE, NO_TIMES, END]),
+        (row(" \n"), [EN, TRANSCRIBE, NO_TIMES, END]),
+    ],
+)
+def test_golden_labels_of_the_51865_token_vocabulary(base, own, ids):
+    assert builder(base).build(own) == ids
+
+
+def test_the_recipes_language_and_task_are_for_rows_without_their_own(base):
+    labels = builder(base, language="fr", task="translate")
+    assert labels.build(row())[:2] == [FR, TRANSLATE]
+    assert labels.build(row(language="en", task="transcribe"))[:2] == [EN, TRANSCRIBE]
+    assert (labels.language_of(row()), labels.task_of(row())) == ("fr", "translate")
+
+
+def test_ids_are_looked_up_by_name_in_a_vocabulary_with_one_language_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(toy, "LANGUAGE_COUNT", 100)
+    base = build_base(tmp_path)
+    assert base.config.vocab_size == 51866
+    assert builder(base).build(row()) == [EN, TRANSCRIBE + 1, NO_TIMES + 1, 220, 71, 72, END]
+    assert builder(base, language="yue").build(row())[0] == 50358
+
+
+@pytest.mark.parametrize("text", ["hello", " hello", "hello ", "\u3000hello\n", "\thello"])
+def test_a_transcript_is_stripped_and_given_one_leading_blank(base, text):
+    labels = builder(base)
+    assert labels.tokenizer.decode(labels.build(row(text))[3:-1]) == " hello"
+
+
+def test_a_name_the_tokenizer_lacks_is_no_other_token(base):
+    for name in ("<|xx|>", "<|notimestamp|>", ""):
+        with pytest.raises(KeyError):
+            token_id(base.processor.tokenizer, name)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(text=st.text(st.sampled_from("<|>/.0123en ") | st.characters(codec="utf-8"), max_size=12) | st.sampled_from(["<|en|>", "<|0.00|>", "<|en|"]))
+def test_a_text_that_is_not_refused_has_no_special_token_among_its_ids(base, text):
+    labels = builder(base, allow_empty_text=True)
+    ids = labels.build(row(text))
+    if labels.find_problem(row(text)) is None:
+        assert all(token < END for token in ids[3:-1])
+        assert labels.tokenizer.decode(ids[3:-1]).strip() == text.strip()
+
+
+# --- batches -----------------------------------------------------------------------------------------------------
+
+
+ROWS = [row("hello world"), row("hi", language="fr"), row("", language="hi", task="translate"), row("a longer text of another length")]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_decoder_hears_exactly_one_start_token_and_then_the_labels(base, count):
+    batch = batch_of(builder(base), *ROWS[:count])
+    inputs, labels = batch["decoder_input_ids"], batch["labels"]
+    assert (inputs == START).sum(dim=1).tolist() == [1] * count and (inputs[:, 0] == START).all()
+    assert not (labels == START).any()
+    assert torch.equal(inputs, shift_tokens_right(labels, base.config.pad_token_id, base.config.decoder_start_token_id))
+
+
+def test_labels_begin_with_language_task_and_no_timestamps_and_end_with_the_end_then_minus_100(base):
+    labels = batch_of(builder(base), *ROWS)["labels"]
+    assert labels[:, :3].tolist() == [[EN, TRANSCRIBE, NO_TIMES], [FR, TRANSCRIBE, NO_TIMES], [HI, TRANSLATE, NO_TIMES], [EN, TRANSCRIBE, NO_TIMES]]
+    for own, ids in zip(ROWS, labels, strict=True):
+        length = len(builder(base).build(own))
+        assert ids[length - 1] == END and (ids[:length] != -100).all() and (ids[length:] == -100).all()
+
+
+def test_padding_comes_from_lengths_and_not_from_the_pad_id(base):
+    assert base.config.pad_token_id == END
+    items = [{"labels": ids, "input_features": torch.zeros(80, 3000).numpy(), "row_id": 0, "language": None, "task": None} for ids in ([EN, END, END], [EN, 1, 2, 3, END])]
+    labels = collate(items, start=START, pad=END)["labels"]
+    assert labels.tolist() == [[EN, END, END, -100, -100], [EN, 1, 2, 3, END]]
+
+
+def test_a_rows_labels_do_not_depend_on_its_batch(base):
+    labels = builder(base)
+    together = batch_of(labels, *ROWS)["labels"]
+    for own, ids in zip(ROWS, together, strict=True):
+        (alone,) = batch_of(labels, own)["labels"]
+        assert torch.equal(ids[ids != -100], alone)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>hello<|endoftext|>",
+        "<|en|>hello",
+        "hello<|endoftext|>",
+        "<|0.00|> hello <|1.20|>",
+        "<|anything else|>",
+    ],
+)
+def test_a_text_that_carries_special_tokens_is_a_bad_row(base, text):
+    reason, detail = builder(base).find_problem(row(text))
+    assert reason == "special_tokens" and "<|" in detail
+
+
+@pytest.mark.parametrize("text", ["hello", "a <b> c", "2 < 3 | 4 > 1", "<UNK>", "|>", "अ", "0.00"])
+def test_an_ordinary_text_is_no_problem(base, text):
+    assert builder(base).find_problem(row(text)) is None
+
+
+@pytest.mark.parametrize("text", ["", "  ", "\n"])
+def test_an_empty_text_is_a_bad_row_unless_the_recipe_teaches_silence(base, text):
+    assert builder(base).find_problem(row(text))[0] == "empty_text"
+    assert builder(base, allow_empty_text=True).find_problem(row(text)) is None
+
+
+@pytest.mark.parametrize(("letters", "fits"), [(30, True), (443, True), (444, False)])
+def test_a_labels_limit_is_the_models_positions_whatever_its_max_length(base, letters, fits):
+    problem = builder(base).find_problem(row("a" * letters))
+    assert problem is None if fits else problem == ("label_too_long", "449 tokens, the model takes 448")
+
+
+def test_an_unknown_language_of_a_row_is_a_bad_row_with_nearest_names(base):
+    reason, detail = builder(base).find_problem(row(language="hakka"))
+    assert reason == "unknown_language" and "'hakka'; nearest: hausa" in detail
+
+
+def test_a_language_whisper_knows_and_this_model_does_not_is_told_so(base):
+    assert builder(base).find_problem(row(language="yue")) == ("unknown_language", "this model has no token for yue")
+
+
+@pytest.mark.parametrize("language", [None, "None", ""])
+def test_a_row_without_a_language_needs_the_recipes(base, language):
+    reason, detail = builder(base, language=None).find_problem(row(language=language))
+    assert reason == "unknown_language" and "model.language is not set" in detail
+    assert builder(base).find_problem(row(language=language)) is None
+
+
+# --- English-only models -----------------------------------------------------------------------------------------
+
+
+def test_an_english_only_model_takes_neither_language_nor_task(english):
+    labels = builder(english, language=None)
+    assert english.config.vocab_size == 51864 and not labels.is_multilingual
+    for own in (row(), row(language="en"), row(language="English", task="transcribe")):
+        assert labels.find_problem(own) is None
+        assert labels.build(own) == [50362, 220, 71, 72, 50256]
+        assert batch_of(labels, own)["decoder_input_ids"].tolist() == [[50257, 50362, 220, 71, 72]]
+
+
+@pytest.mark.parametrize("columns", [{"language": "fr"}, {"task": "translate"}, {"language": "hakka"}])
+def test_an_english_only_model_refuses_other_languages_and_tasks(english, columns):
+    reason, detail = builder(english, language=None).find_problem(row(**columns))
+    assert reason == "unknown_language" and "English only" in detail
