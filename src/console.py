@@ -1,6 +1,7 @@
 """Who talks? The main process alone, in plain lines."""
 
 import logging
+import sys
 import warnings
 
 import datasets
@@ -17,9 +18,16 @@ def quieten(*, is_main: bool) -> None:
     if not is_main:
         transformers.logging.disable_progress_bar()
         datasets.disable_progress_bars()
-    # 8-bit layers tell in every process that their input is cast, which is what they are for.
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="MatMul8bitLt: inputs will be cast")
+    # Remarks on calls between libraries, which no user can change.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated")
+    logging.getLogger("transformers.generation.utils").addFilter(_is_for_the_user)
+    manifests = logging.getLogger("manifest")  # tells which columns it took
+    manifests.setLevel(logging.INFO if is_main else logging.ERROR)
+    manifests.addHandler(logging.StreamHandler(sys.stdout))
+
+
+def _is_for_the_user(remark: logging.LogRecord) -> bool:
+    return "Passing `generation_config` together with" not in remark.getMessage()
 
 
 def say(*lines: str) -> None:

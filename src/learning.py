@@ -39,11 +39,16 @@ class LearningCheck(TrainerCallback):
         if broken:
             raise RuntimeError(f"no finite gradient reaches {_few(broken)}")
         expected = [name for name in self.tensors if self.steps == 2 or "lora_B" in name]
-        still = [name for name in expected if torch.equal(self.before[name], self.tensors[name])]
+        still = [name for name in expected if torch.equal(self.before[name], self.tensors[name]) and self._can_show(name)]
         if still:
             raise RuntimeError(f"step {self.steps} with learning rate {self.learning_rate:g} did not change {_few(still)}")
         if self.steps == 2:
             self.before = {}
+
+    def _can_show(self, name: str) -> bool:
+        """Whether a step of the learning rate's size is more than half the spacing of the tensor's smallest number."""
+        tensor = self.tensors[name]
+        return self.learning_rate > tensor.abs().min().item() * torch.finfo(tensor.dtype).eps / 2
 
 
 def _few(names: list[str]) -> str:

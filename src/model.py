@@ -75,20 +75,28 @@ def read_base_model(model: ModelConfig, *, max_new_tokens: int | None, num_beams
         raise UserError(f"model.name: there is no folder {model.name}")
     name = str(folder.resolve()) if is_local else model.name
     try:
+        if is_local and not (folder / "config.json").is_file():
+            raise FileNotFoundError("there is no config.json")  # the library would take its defaults
         config = WhisperConfig.from_pretrained(name, local_files_only=is_local)
         tokenizer = WhisperTokenizerFast.from_pretrained(name, local_files_only=is_local)
+        for token in ("<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"):
+            token_id(tokenizer, token)
     except Exception as error:
         hint = "" if is_local else "; give a folder, or a Hub id that this machine can reach"
-        raise UserError(f"model.name: {model.name} cannot be read: {str(error).strip().splitlines()[0]}{hint}") from error
+        raise UserError(f"model.name: {model.name} cannot be read: {_first_line(error)}{hint}") from error
     if config.model_type != "whisper":
         raise UserError(f"model.name: {model.name} is a {config.model_type} model, not Whisper")
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(f"model.name: {model.name}: the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}")
     if is_local and not any(folder.glob("*.safetensors")):
         raise UserError(f"model.name: {model.name} holds no weights as safetensors; others are not read")
     if model.adapter and not (Path(model.adapter) / ADAPTER_FILE).is_file():
         raise UserError(f"model.adapter: {model.adapter} holds no {ADAPTER_FILE}")
     try:
         generation_config = GenerationConfig.from_pretrained(name, local_files_only=is_local)
-    except OSError:
+    except OSError as error:
+        if (folder / "generation_config.json").is_file():
+            raise UserError(f"model.name: {model.name} cannot be read: {_first_line(error)}") from error
         generation_config = GenerationConfig()
     notes: list[str] = []
     if config.encoder_layerdrop or config.decoder_layerdrop:
@@ -120,11 +128,18 @@ def read_base_model(model: ModelConfig, *, max_new_tokens: int | None, num_beams
     return base
 
 
+def _first_line(error: Exception) -> str:
+    text = str(error.args[0] if isinstance(error, KeyError) else error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def complete_generation_config(
     generation_config: GenerationConfig, config: WhisperConfig, *, tokenizer: WhisperTokenizerFast, model: ModelConfig
 ) -> None:
     """Makes a generation config, bare or from a base model, hold all that generation with and without language, task
     and timestamps needs; ids are looked up by name. The recipe's language, task and suppressed tokens become its own."""
+    # A file with this word is read without Whisper's own keys, such as lang_to_id.
+    generation_config._from_model_config = False
     if getattr(generation_config, "is_multilingual", None) is None:
         generation_config.is_multilingual = config.vocab_size > ENGLISH_VOCABULARY
     generation_config.no_timestamps_token_id = token_id(tokenizer, "<|notimestamps|>")
@@ -204,6 +219,9 @@ def load_model(recipe: Recipe, base: BaseModel, place: Place, *, compute_type: t
             model = _attach_adapter(model, recipe.model.adapter)
         else:
             model = get_peft_model(model, build_lora_config(recipe.lora))
+    else:
+        # The encoder's positions are sinusoids; loading makes them trainable.
+        model.model.encoder.embed_positions.requires_grad_(False)
     for _, parameter in trainable_parameters(model):
         parameter.data = parameter.data.float()
     check_placement(model_tensors(model), place, what="the model")

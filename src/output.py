@@ -5,6 +5,7 @@ import os
 import platform
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from transformers import GenerationConfig, WhisperProcessor
 
 from config import Recipe, dump_recipe
 from faults import UserError
+from manifest import Row
 from model import ADAPTER_FILE, MODEL_FILE, BaseModel
+from scores import count_word_errors, paired_p_value
 
 RECIPE_FILE, RESULTS_FILE, BASELINE_FILE, STATE_FILE = "recipe.yaml", "results.json", "baseline.json", "trainer_state.json"
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "evaluate", "jiwer", "librosa")
@@ -26,8 +29,11 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file beside and renames it, so that nobody ever reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -97,7 +103,13 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
         raise UserError(f"training.output_dir: {folder} cannot be written: {error.strerror}") from None
     if not (folder / RECIPE_FILE).is_file():
         return ""
-    return compare_recipes(yaml.safe_load((folder / RECIPE_FILE).read_text(encoding="utf-8")), dump_recipe(recipe))
+    try:
+        saved = yaml.safe_load((folder / RECIPE_FILE).read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError):
+        saved = None
+    if not isinstance(saved, dict):
+        return f"warning: {folder / RECIPE_FILE} cannot be read; whether settings differ is not known"
+    return compare_recipes(saved, dump_recipe(recipe))
 
 
 def compare_recipes(saved: dict[str, Any], current: str) -> str:
@@ -134,7 +146,8 @@ def check_files_can_be_read_back(base: BaseModel) -> None:
             settings = GenerationConfig.from_pretrained(scratch).to_diff_dict()
             tokenizer = WhisperProcessor.from_pretrained(scratch).tokenizer
         except (OSError, ValueError) as error:
-            raise UserError(f"model.name: the files of {base.name} cannot be saved: {error}") from error
+            said = " ".join(str(error).split())
+            raise UserError(f"model.name: the files of {base.name} cannot be saved: {said}") from error
     if settings != base.generation_config.to_diff_dict() or tokenizer.get_vocab() != base.processor.tokenizer.get_vocab():
         raise UserError(f"model.name: the generation config or tokenizer of {base.name} does not survive saving")
 
@@ -145,6 +158,7 @@ def save_model(folder: Path, model: torch.nn.Module, base: BaseModel) -> None:
     model.config.use_cache, model.config.apply_spec_augment = True, False
     model.save_pretrained(beside)
     base.processor.save_pretrained(beside)
+    base.processor.feature_extractor.save_pretrained(beside)  # preprocessor_config.json: converters look for it
     base.generation_config.save_pretrained(beside)
     for path in beside.iterdir():
         os.replace(path, folder / path.name)
@@ -154,6 +168,44 @@ def save_model(folder: Path, model: torch.nn.Module, base: BaseModel) -> None:
 def library_versions() -> dict[str, str]:
     """Library name -> version, Python included."""
     return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+
+
+def write_predictions(folder: Path, stage: str, texts: dict[str, list[tuple[Row, str, str | None]]]) -> None:
+    """Writes predictions/STAGE-SET.jsonl: for every scored row its place, both texts, word edits and reference words."""
+    for name, rows in texts.items():
+        references, hypotheses = [row.text for row, _, _ in rows], [text for _, text, _ in rows]
+        counts = count_word_errors(references, hypotheses, languages=[language for _, _, language in rows])
+        lines = [
+            json.dumps(
+                {
+                    "file": row.file,
+                    "line": row.line,
+                    "audio": row.audio,
+                    "reference": row.text,
+                    "hypothesis": text,
+                    "errors": errors,
+                    "words": words,
+                },
+                ensure_ascii=False,
+            )
+            for (row, text, _), (errors, words) in zip(rows, counts, strict=True)
+        ]
+        write_text(folder / "predictions" / f"{stage}-{name}.jsonl", "\n".join(lines) + "\n")
+
+
+def compare_predictions(folder: Path, names: Iterable[str]) -> dict[str, float]:
+    """Set name -> the chance that baseline and final differ this much in word errors over the same clips by luck alone.
+
+    Sets without both predictions are left out.
+    """
+    chances = {}
+    for name in names:
+        paths = [folder / "predictions" / f"{stage}-{name}.jsonl" for stage in ("baseline", "final")]
+        if all(path.is_file() for path in paths):
+            before, after = ([json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line] for path in paths)
+            if [(row["file"], row["line"]) for row in before] == [(row["file"], row["line"]) for row in after]:
+                chances[name] = paired_p_value([row["errors"] for row in before], [row["errors"] for row in after])
+    return chances
 
 
 def describe_gain(results: dict[str, Any]) -> list[str]:
@@ -166,6 +218,8 @@ def describe_gain(results: dict[str, Any]) -> list[str]:
             change = f"WER {before['wer']:.2f} -> {final['wer']:.2f} %, CER {before['cer']:.2f} -> {final['cer']:.2f} %"
             if final["wer"] > before["wer"]:
                 change += "; training made it worse"
+            if name in results["paired_p_value"]:
+                change += f"; paired over the clips: p = {results['paired_p_value'][name]:.4f}"
         lines.append(f"{name}: {change} ({final['rows_scored']} of {final['rows_total']} rows)")
     return lines
 

@@ -94,10 +94,13 @@ def main(argv: list[str]) -> None:
         output.write_text(folder / output.RECIPE_FILE, dump_recipe(recipe))
     results |= train(recipe, trainer, folder, place=place, checked=checked) if arguments.do_train else {"baseline": {}, "train": {}}
     results["final"] = trainer.score(sets, "final")
+    results["paired_p_value"] = {}
 
     # 9. The files.
     with progress.during("save"):
         if place.is_main:
+            output.write_predictions(folder, "final", trainer.texts)
+            results["paired_p_value"] = output.compare_predictions(folder, sets)
             output.write_results(folder, recipe, results, history=trainer.state.log_history)
     say(*output.describe_gain(results), f"all of it is in {folder}")
     trainer.accelerator.end_training()
@@ -120,6 +123,7 @@ def train(
         baseline = trainer.score(trainer.sets, "baseline")
         if place.is_main:
             output.write_json(folder / output.BASELINE_FILE, baseline)
+            output.write_predictions(folder, "baseline", trainer.texts)
     if recipe.run.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(recipe.run.early_stopping_patience))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

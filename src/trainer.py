@@ -18,6 +18,7 @@ from config import Recipe, TrainingConfig, accumulation_steps, best_metric
 from device import Place, check_placement
 from faults import UserError, progress
 from labels import LabelBuilder
+from manifest import Row
 from model import load_weights
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
@@ -134,6 +135,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         }
         self.rows_total = rows_total
         self.scores: dict[str, dict[str, Any]] = {}
+        # What was generated last for each set: row, text, language.
+        self.texts: dict[str, list[tuple[Row, str, str | None]]] = {}
         self.finite_loss = FiniteLoss(self._name_rows)
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
         self.windows = 0
@@ -298,10 +301,13 @@ class WhisperTrainer(Seq2SeqTrainer):
         names, rows = zip(*(self.scored_rows[row_id] for row_id in row_ids), strict=True)
         ids = prediction.predictions[places]
         limit = self.base.generation_config.max_length
+        texts = decode_ids(ids, self.base.processor.tokenizer)
+        languages = [self.labels.language_of(row) for row in rows]
+        self.texts[names[0]] = list(zip(rows, texts, languages, strict=True))
         scores: dict[str, Any] = compute_scores(
             [row.text for row in rows],
-            decode_ids(ids, self.base.processor.tokenizer),
-            languages=[self.labels.language_of(row) for row in rows],
+            texts,
+            languages=languages,
             at_length_limit=[len(own[own != -100]) >= limit for own in ids],
         )
         scores["loss"] = sum(table[i][1] for i in row_ids) / sum(table[i][2] for i in row_ids)

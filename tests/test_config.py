@@ -69,13 +69,13 @@ def replaced(old: str, new: str) -> str:
         ("max_steps", "max_step", "recipe.yaml:14: training.max_step: unknown key; did you mean training.max_steps?"),
         ("language: fr", "langauge: fr", "recipe.yaml:3: model.langauge: unknown key; did you mean model.language?"),
         ("  r: 4", "  rank: 4\n  alpha: 3", "recipe.yaml:6: lora.alpha: unknown key"),
-        ("baseline: false", "learning_rate: 1", "recipe.yaml:11: run.learning_rate: unknown key; did you mean training.learning_rate?"),
-        ("max_steps: 10", "target_modules: [q_proj]", "recipe.yaml:14: training.target_modules: unknown key; did you mean lora.target_modules?"),
+        ("baseline: false", "seed: 1", "recipe.yaml:11: run.seed: unknown key; did you mean training.seed?"),
+        ("max_steps: 10", "use_dora: true", "recipe.yaml:14: training.use_dora: unknown key; did you mean lora.use_dora?"),
         ("lora:", "lra:", "recipe.yaml:4: lra: there is no such section; did you mean lora?"),
         ("training:", "traning:", "recipe.yaml:12: traning: there is no such section; did you mean training?"),
         ("run:", "wandb:", "recipe.yaml:10: wandb: there is no such section"),
         ("run:\n  baseline", "language", "recipe.yaml:10: language: there is no such section; did you mean model.language?"),
-        ("train: train.jsonl", "train: [{pth: a.jsonl}]", "recipe.yaml:7: data.train[0].pth: unknown key; did you mean data.train[0].path?"),
+        ("train: train.jsonl", "train: [{pth: a}]", "recipe.yaml:7: data.train[0].pth: unknown key; did you mean data.train[0].path?"),
         ("dev: dev.jsonl", "dev:\n      fiel: a", "recipe.yaml:10: data.validation.dev.fiel: unknown key"),
         ("    dev: dev.jsonl", "    dev: {}", "recipe.yaml:9: data.validation.dev.path: is missing; the manifest"),
     ],
@@ -103,7 +103,8 @@ def test_a_key_written_twice_within_a_list_is_told_by_its_place(complain):
 
 
 def test_a_key_written_twice_within_an_override_is_told(complain):
-    assert complain(GOOD, "--data.validation", "{dev: a.jsonl, dev: b.jsonl}") == ["--data.validation:1: dev: is there twice (first on line 1)"]
+    problems = complain(GOOD, "--data.validation", "{dev: a.jsonl, dev: b.jsonl}")
+    assert problems == ["--data.validation:1: dev: is there twice (first on line 1)"]
 
 
 @pytest.mark.parametrize("section", ["model", "data", "run", "training"])
@@ -174,7 +175,8 @@ def test_a_value_of_the_wrong_type_is_told_with_what_was_expected_and_given(comp
 def test_all_problems_of_a_recipe_are_told_at_once_and_each_once(complain):
     text = GOOD.replace("10", "many").replace("r: 4", "r: four").replace("name: toy", "nam: toy").replace("fr", "xx")
     problems = complain(text + "  lr: 3\n  max_steps: 4\n", "--run.max_eval_samples", "0")
-    keys = ["training.max_steps", "model.nam", "training.lr", "lora.r", "training.max_steps", "model.language", "run.max_eval_samples"]
+    keys = ["training.max_steps", "model.nam", "training.lr"]
+    keys += ["lora.r", "training.max_steps", "model.language", "run.max_eval_samples"]
     assert [re.sub(r"^(recipe.yaml:\d+|command line): ([\w.]+): .*", r"\2", problem) for problem in problems] == keys
     assert len(set(problems)) == len(problems)
 
@@ -204,7 +206,7 @@ def value_of(recipe: Recipe, key: str):
 
 @pytest.mark.parametrize(
     ("key", "default"),
-    [("training.max_steps", -1), ("training.per_device_train_batch_size", 8), ("model.task", "transcribe"), ("run.baseline", True), ("lora.r", 32)],
+    [("training.max_steps", -1), ("training.seed", 42), ("model.task", "transcribe"), ("run.baseline", True), ("lora.r", 32)],
 )
 def test_null_for_a_key_that_needs_a_value_is_the_default(read, key, default):
     assert value_of(read(GOOD, f"--{key}", "null"), key) == default
@@ -298,7 +300,8 @@ def test_lora_null_with_unquantised_weights_is_full_fine_tuning(read):
 
 
 def test_a_misspelt_override_is_told_as_typed(complain):
-    assert complain(GOOD, "--training.max_step", "3") == ["command line: training.max_step: unknown key; did you mean training.max_steps?"]
+    problems = complain(GOOD, "--training.max_step", "3")
+    assert problems == ["command line: training.max_step: unknown key; did you mean training.max_steps?"]
     assert complain(GOOD, "--foo.bar", "3") == ["command line: foo: there is no such section"]
 
 
@@ -319,7 +322,8 @@ def test_check_is_known_without_a_value(read):
 
 def test_overrides_without_a_config_apply_to_the_demo_recipe():
     recipe = load_recipe(["--training.max_steps", "7"])
-    assert recipe.training["max_steps"] == 7 and recipe.model.name == yaml.safe_load(config.DEMO_RECIPE.read_text())["model"]["name"]
+    assert recipe.training["max_steps"] == 7
+    assert recipe.model.name == yaml.safe_load(config.DEMO_RECIPE.read_text())["model"]["name"]
 
 
 def test_a_recipe_given_stands_alone(read, complain):
@@ -358,20 +362,24 @@ def test_automatic_placement_is_refused_by_its_key(complain, word):
     assert problem.startswith("recipe.yaml:3: model.device_map: ") and "one whole copy" in problem
 
 
+CHECKPOINTING = "training.gradient_checkpointing_kwargs"
+
+
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [
         (["--lora=null"], "lora", "model.quantization: none"),
         (["--lora.task_type=SEQ_2_SEQ_LM"], "lora.task_type", "input_ids"),
-        (["--training.gradient_checkpointing_kwargs={use_reentrant: true}"], "training.gradient_checkpointing_kwargs", "convolutions"),
-        (["--training.gradient_checkpointing_kwargs.use_reentrant=true"], "training.gradient_checkpointing_kwargs", "convolutions"),
-        (["--training.gradient_checkpointing_kwargs=word"], "training.gradient_checkpointing_kwargs", "a mapping"),
+        ([f"--{CHECKPOINTING}={{use_reentrant: true}}"], CHECKPOINTING, "convolutions"),
+        ([f"--{CHECKPOINTING}.use_reentrant=true"], CHECKPOINTING, "convolutions"),
+        ([f"--{CHECKPOINTING}=word"], CHECKPOINTING, "a mapping"),
+        (["--lora=null", "--model.quantization=none", "--model.adapter=a"], "model.adapter", "full fine-tuning"),
         (["--training.bf16=true", "--training.fp16=true"], "training.fp16", "choose one"),
         (["--training.ddp_find_unused_parameters=true"], "training.ddp_find_unused_parameters", "leave it out"),
         (["--training.remove_unused_columns=true"], "training.remove_unused_columns", "leave it out"),
         (["--training.label_names=[label]"], "training.label_names", "labels"),
         (["--training.predict_with_generate=false"], "training.predict_with_generate", "generated text"),
-        (["--training.metric_for_best_model=werr"], "training.metric_for_best_model", "did you mean dev_wer? there are dev_wer, dev_cer"),
+        (["--training.metric_for_best_model=werr"], "training.metric_for_best_model", "did you mean dev_wer? there are dev_wer, "),
         (["--training.metric_for_best_model=test_wer"], "training.metric_for_best_model", "did you mean dev_wer?"),
         (["--training.metric_for_best_model=accuracy"], "training.metric_for_best_model", "is not measured; there are dev_wer"),
         (["--training.greater_is_better=true"], "training.greater_is_better", "better when lower"),
@@ -384,9 +392,14 @@ def test_automatic_placement_is_refused_by_its_key(complain, word):
         (["--training.per_device_train_batch_size=0"], "training.per_device_train_batch_size", "at least 1"),
         (["--data.max_duration_seconds=31"], "data.max_duration_seconds", "at most 30"),
         (["--data.max_dropped_share=2"], "data.max_dropped_share", "between 0 and 1"),
+        (["--training.generation_max_length=0"], "training.generation_max_length", "at least 1"),
         (["--run.global_batch_size=0"], "run.global_batch_size", "at least 1"),
         (["--run.global_batch_size=8", "--training.gradient_accumulation_steps=2"], "run.global_batch_size", "accumulation"),
-        (["--run.early_stopping_patience=2", "--training.eval_strategy=no", "--training.load_best_model_at_end=false"], "run.early_stopping_patience", "eval_strategy"),
+        (
+            ["--run.early_stopping_patience=2", "--training.eval_strategy=no", "--training.load_best_model_at_end=false"],
+            "run.early_stopping_patience",
+            "eval_strategy",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_by_key_and_reason(complain, words, key, reason):
@@ -398,7 +411,9 @@ def test_settings_that_do_not_go_together_are_refused_by_key_and_reason(complain
 STEPS = ["--training.eval_strategy=steps", "--training.save_strategy=steps"]
 
 
-@pytest.mark.parametrize(("evaluate", "save", "fits"), [(5, 10, True), (5, 5, True), (5, 12, False), (0.1, 0.3, True), (0.2, 0.6, True), (0.2, 0.5, False)])
+@pytest.mark.parametrize(
+    ("evaluate", "save", "fits"), [(5, 10, True), (5, 5, True), (5, 12, False), (0.1, 0.3, True), (0.2, 0.6, True), (0.2, 0.5, False)]
+)
 def test_saves_fall_on_evaluations_when_the_best_model_is_kept(read, evaluate, save, fits):
     words = [*STEPS, f"--training.eval_steps={evaluate}", f"--training.save_steps={save}"]
     if fits:
@@ -479,8 +494,7 @@ def test_a_key_that_is_no_word_is_told_by_its_line(complain):
 
 def test_a_file_in_another_encoding_is_told_by_its_name(complain):
     (problem,) = complain(GOOD.replace("toy", "modèle").encode("latin-1"))
-    assert problem.startswith("--config recipe.yaml: cannot be read: ") or problem.startswith("--config ")
-    assert "recipe.yaml: cannot be read" in problem
+    assert problem.startswith("--config recipe.yaml: cannot be read: ")
 
 
 @pytest.mark.parametrize("path", ["nowhere.yaml", "."])
@@ -519,14 +533,15 @@ def test_a_resolved_recipe_reads_as_the_same(read, words):
     assert dump_recipe(again) == dump_recipe(recipe)
 
 
-QUICK = settings(deadline=None, derandomize=True, phases=[Phase.generate])  # the same in every run; a failure isn't shrunk for minutes
+# The same in every run; a failure isn't shrunk for minutes.
+QUICK = settings(deadline=None, derandomize=True, phases=[Phase.generate])
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=12)
 NAMES = st.text(string.ascii_letters + string.digits, min_size=1, max_size=6).filter(lambda name: name != "train")
 
 
 @settings(QUICK, max_examples=20)
 @given(
-    texts=st.fixed_dictionaries({"training.run_name": WORDS, "training.output_dir": WORDS, "model.name": WORDS, "data.audio_column": WORDS}),
+    texts=st.fixed_dictionaries(dict.fromkeys(["training.run_name", "training.output_dir", "model.name", "data.audio_column"], WORDS)),
     numbers=st.fixed_dictionaries({
         "training.learning_rate": st.floats(0, 1e3),
         "training.max_grad_norm": st.floats(allow_nan=False),
@@ -537,7 +552,8 @@ NAMES = st.text(string.ascii_letters + string.digits, min_size=1, max_size=6).fi
 )
 def test_a_resolved_recipe_reads_as_the_same_whatever_its_values(read, texts, numbers, sets):
     values = texts | numbers | {"data.validation": sets}
-    recipe = read(GOOD, *(f"--{key}={json.dumps(value, ensure_ascii=False).replace('Infinity', '.inf')}" for key, value in values.items()))
+    words = {key: json.dumps(value, ensure_ascii=False).replace("Infinity", ".inf") for key, value in values.items()}
+    recipe = read(GOOD, *(f"--{key}={word}" for key, word in words.items()))
     again = read(dump_recipe(recipe))
     assert again == recipe
     assert {name: source.path for name, source in again.data.validation.items()} == sets
@@ -559,8 +575,9 @@ def test_a_resolved_recipe_is_complete(read):
 # --- whatever the text -------------------------------------------------------------------------------------------
 
 
-PIECES = ["\n", " ", "  ", ":", ": ", "- ", "[", "]", "{", "}", "#", "'", '"', "&a ", "*a", "!", "|", ">", "?", "~", "no", "null", "-1", "1e5", "\t", "é", "\0"]
-CHANGES = st.lists(st.tuples(st.integers(0, len(GOOD)), st.integers(0, 8), st.sampled_from([*PIECES, *GOOD.split()]) | WORDS), min_size=1, max_size=4)
+SIGNS = ["\n", " ", "  ", ":", ": ", "- ", "[", "]", "{", "}", "#", "'", '"', "&a ", "*a", "!", "|", ">", "?", "~", "\t", "é", "\0"]
+PIECES = st.sampled_from([*SIGNS, "no", "null", "-1", "1e5", *GOOD.split()]) | WORDS
+CHANGES = st.lists(st.tuples(st.integers(0, len(GOOD)), st.integers(0, 8), PIECES), min_size=1, max_size=4)
 
 
 @settings(QUICK, max_examples=150)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from gradients import KeepingTrainer
 from launching import ROOT, launch, train_here, write_recipe
+from output import checkpoints, find_damage
 from toy import build_whisper, write_speech
 
 
@@ -24,10 +25,10 @@ def speech(tmp_path_factory) -> Path:
 
 
 def gradients(
-    folder: Path, speech: Path, monkeypatch, *, processes: int, batch: int, accumulation: int
+    folder: Path, speech: Path, monkeypatch, *, processes: int, batch: int, accumulation: int, checkpointing: bool = False
 ) -> list[dict[str, torch.Tensor]]:
     """The gradients of two steps at a global batch of 4, clipped, as rank 0 hands them to the optimiser; ranks must agree."""
-    kept = folder / f"{processes}x{batch}x{accumulation}"
+    kept = folder / f"{processes}x{batch}x{accumulation}{checkpointing}"
     kept.mkdir()
     recipe = write_recipe(
         speech,
@@ -37,6 +38,7 @@ def gradients(
             "per_device_train_batch_size": batch,
             "gradient_accumulation_steps": accumulation,
             "max_grad_norm": 0.05,
+            "gradient_checkpointing": checkpointing,
         },
     )
     if processes == 1:
@@ -56,12 +58,14 @@ def gradients(
     return steps
 
 
-def test_gradients_depend_on_the_global_batch_alone(speech, tmp_path, monkeypatch):
+def test_gradients_depend_on_the_global_batch_alone_checkpointed_or_not(speech, tmp_path, monkeypatch):
     whole = gradients(tmp_path, speech, monkeypatch, processes=1, batch=4, accumulation=1)
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in whole[0].values()]))
     torch.testing.assert_close(norm, torch.tensor(0.05), rtol=1e-4, atol=0)  # clipping is at work
-    for processes, batch, accumulation in [(1, 1, 4), (2, 1, 2), (2, 2, 1)]:
-        split = gradients(tmp_path, speech, monkeypatch, processes=processes, batch=batch, accumulation=accumulation)
+    for processes, batch, accumulation, checkpointing in [(1, 1, 4, False), (2, 1, 2, False), (2, 2, 1, True)]:
+        split = gradients(
+            tmp_path, speech, monkeypatch, processes=processes, batch=batch, accumulation=accumulation, checkpointing=checkpointing
+        )
         for step, expected in zip(split, whole, strict=True):
             torch.testing.assert_close(step, expected, rtol=1e-5, atol=1e-7)
 
@@ -115,3 +119,58 @@ def test_eight_bit_training_runs_on_cpu_in_two_processes(speech, tmp_path):
     assert run.results["status"] == "finished"
     assert run.results["train"]["steps"] == 2
     assert set(run.results["final"]) == {"dev"}
+
+
+def test_two_processes_evaluate_and_save_every_step_and_keep_one_checkpoint(speech, tmp_path):
+    every_step = {"max_steps": 5, "eval_steps": 1, "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": False}
+    recipe = write_recipe(speech, training=every_step | {"output_dir": str(tmp_path / "out")})
+    run = launch(recipe, processes=2)
+    assert run.status == 0, run.tail
+    kept = checkpoints(tmp_path / "out")
+    assert [path.name for path in kept] == ["checkpoint-5"]
+    assert find_damage(kept[0]) is None
+    assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in kept[0].iterdir()}
+
+
+def test_early_stopping_ends_the_run_and_says_why(speech, tmp_path):
+    recipe = write_recipe(
+        speech,
+        run={"early_stopping_patience": 1},
+        training={"output_dir": str(tmp_path / "out"), "max_steps": 6, "eval_steps": 1, "save_steps": 1},
+    )
+    results = train_here(recipe)
+    assert results["status"] == "stopped_early"
+    assert results["why"] == "no better dev_wer in 1 evaluations"
+    assert results["train"]["steps"] < 6
+
+
+def test_the_best_adapter_comes_back_at_the_end(speech, tmp_path, monkeypatch):
+    import trainer
+
+    rates = iter([50.0, 30.0, 20.0, 25.0, 20.0])  # untouched, steps 1 to 3, final
+    compute = trainer.compute_scores
+    monkeypatch.setattr(trainer, "compute_scores", lambda *args, **words: compute(*args, **words) | {"wer": next(rates)})
+    recipe = write_recipe(
+        speech,
+        training={"output_dir": str(tmp_path / "out"), "max_steps": 3, "eval_steps": 1, "save_steps": 1, "save_total_limit": None},
+    )
+    results = train_here(recipe)
+    assert results["best"] == {"metric": "dev_wer", "value": 20.0, "step": 2}
+    final, best = (load_file(tmp_path / "out" / name) for name in ("adapter_model.safetensors", "checkpoint-2/adapter_model.safetensors"))
+    torch.testing.assert_close(final, best, rtol=0, atol=0)
+
+
+def test_the_output_folder_alone_transcribes_offline_with_the_stock_libraries(speech, tmp_path):
+    from transformers import GenerationConfig, WhisperForConditionalGeneration, WhisperProcessor
+
+    out = tmp_path / "out"
+    train_here(write_recipe(speech, training={"output_dir": str(out)}))
+    processor = WhisperProcessor.from_pretrained(out)
+    model = WhisperForConditionalGeneration.from_pretrained(out)
+    model.generation_config = GenerationConfig.from_pretrained(out)
+    assert "lora_A" in " ".join(model.state_dict())
+    features = processor([0.1] * 16_000, sampling_rate=16_000, return_tensors="pt").input_features
+    for words in ({}, {"language": "fr"}, {"return_timestamps": True}, {"language": "hi", "return_timestamps": True}):
+        assert model.generate(features, **words).shape[0] == 1
+    kept = {path.name for path in out.iterdir()}
+    assert {"recipe.yaml", "results.json", "README.md", "data_report.json", "data_report.html", "curves.png"} <= kept

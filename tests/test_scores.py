@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies
 
 import scores
-from scores import SCORE_NAMES, compute_scores, decode_ids, normalize, normalizer_name
+from scores import SCORE_NAMES, compute_scores, count_word_errors, decode_ids, normalize, normalizer_name, paired_p_value
 
 HINDI = "मेरी किताब कहाँ है"
 LANGUAGES = ["en", "hi", "ar", "th", "de", "tr", "el", None]
@@ -336,3 +336,24 @@ def test_importing_leaves_the_slow_libraries_for_later():
     program = "import sys, scores; print({'evaluate', 'datasets', 'transformers', 'torch'} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", program], env={**os.environ, **OFFLINE}, capture_output=True, text=True)
     assert ended.stdout == "set()\n", ended.stderr
+
+
+def test_row_errors_sum_to_the_word_error_rate():
+    references, hypotheses = ["a b c d", "", "e f"], ["a x c", "noise here", "e f"]
+    counts = count_word_errors(references, hypotheses, languages=["de"] * 3)
+    assert counts == [(2, 4), (2, 0), (0, 2)]
+    expected = compute_scores(references, hypotheses, languages=["de"] * 3)["wer"]
+    assert 100 * sum(errors for errors, _ in counts) / sum(words for _, words in counts) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "low", "high"),
+    [
+        ([3] * 20, [3] * 20, 1.0, 1.0),
+        ([3] * 20, [1] * 20, 0.0, 0.001),
+        ([2, 0] * 10, [0, 2] * 10, 0.9, 1.0),
+        ([1] * 20, [3] * 20, 0.0, 0.001),
+    ],
+)
+def test_the_paired_test_tells_gain_from_chance(before, after, low, high):
+    assert low <= paired_p_value(before, after) <= high

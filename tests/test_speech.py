@@ -102,10 +102,8 @@ def test_only_what_the_model_takes_and_scoring_needs_reaches_the_batch(labels, r
 
 def test_examples_do_not_depend_on_their_batch_nor_on_workers(labels, rows):
     examples = SpeechDataset(rows, labels)
-    base = labels.base
-    loader = DataLoader(
-        examples, batch_size=3, num_workers=2, collate_fn=partial(collate, start=base.config.decoder_start_token_id, pad=base.config.pad_token_id)
-    )
+    join_items = partial(collate, start=labels.base.config.decoder_start_token_id, pad=labels.base.config.pad_token_id)
+    loader = DataLoader(examples, batch_size=3, num_workers=2, collate_fn=join_items)
     features = torch.cat([batch["input_features"] for batch in loader])
     for index, block in enumerate(features):
         assert torch.equal(block, join(examples, index)["input_features"][0])
@@ -185,7 +183,8 @@ def test_a_thinned_set_is_the_same_rows_every_time(labels, rows):
 def test_a_clip_that_went_bad_after_the_check_is_named_by_file_and_line(tmp_path, labels, spoil):
     rows = rows_of(tmp_path, 1600, 3200)
     spoil(tmp_path / "3200.wav")
-    with pytest.raises(RuntimeError, match=rf"{re.escape(str(tmp_path))}/train\.jsonl:2: .*3200\.wav: .*readable when it was checked"):
+    place = re.escape(f"{tmp_path}/train.jsonl:2: ")
+    with pytest.raises(RuntimeError, match=rf"^{place}.*3200\.wav: .*readable when it was checked"):
         SpeechDataset(rows, labels)[1]
 
 

@@ -1,0 +1,414 @@
+"""What a run leaves behind is whole or not there; an earlier run is never overwritten; damaged checkpoints are passed over."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import output
+import pytest
+import toy
+import torch
+import yaml
+from config import ModelConfig, Recipe, dump_recipe, load_recipe
+from device import Place
+from faults import UserError
+from manifest import Row
+from model import load_model, read_base_model
+from output import (
+    check_files_can_be_read_back,
+    compare_recipes,
+    describe_gain,
+    find_checkpoint,
+    library_versions,
+    prepare_output_dir,
+    read_baseline,
+    write_json,
+    write_results,
+    write_text,
+)
+from safetensors.torch import save_file
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory) -> Path:
+    return toy.build_whisper(tmp_path_factory.mktemp("models") / "toy")
+
+
+@pytest.fixture
+def recipe_for(tmp_path, base_folder):
+    """A function that gives the recipe of a run into the folder `out`, with command line words."""
+    path = tmp_path / "recipe.yaml"
+    data = "data: {train: a.jsonl, validation: {dev: b.jsonl}}"
+    path.write_text(f"model: {{name: {base_folder}}}\n{data}\ntraining: {{output_dir: {tmp_path / 'out'}}}\n")
+    return lambda *words: load_recipe(["--config", str(path), *words])
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+# --- the folder --------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_made_with_its_parents(tmp_path, recipe_for):
+    assert prepare_output_dir(tmp_path / "a" / "b", recipe_for()) == ""
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("held", ["recipe.yaml", "results.json", "checkpoint-3"])
+def test_a_folder_with_an_earlier_run_is_refused_unless_the_recipe_resumes(out, recipe_for, held):
+    (out / held).mkdir() if held.startswith("checkpoint") else (out / held).write_text("{}")
+    with pytest.raises(UserError) as caught:
+        prepare_output_dir(out, recipe_for())
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"training.output_dir: {out} holds an earlier run ({held}). ") and "--run.resume auto" in problem
+    prepare_output_dir(out, recipe_for("--run.resume=auto"))
+
+
+@pytest.mark.parametrize("held", [["data_report.json", "data_report.html"], ["checkpoint-best"], ["notes.txt", "runs"], []])
+def test_what_a_check_leaves_is_no_earlier_run(out, recipe_for, held):
+    for name in held:
+        (out / name).write_text("")
+    assert prepare_output_dir(out, recipe_for()) == ""
+    assert sorted(path.name for path in out.iterdir()) == sorted(held)
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_the_users_mistake(tmp_path, recipe_for):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(UserError, match=rf"^training\.output_dir: {folder} cannot be written: "):
+            prepare_output_dir(folder, recipe_for())
+
+
+def test_resuming_shows_every_setting_that_differs(out, recipe_for):
+    write_text(out / "recipe.yaml", dump_recipe(recipe_for("--lora.r=8")))
+    recipe = recipe_for("--run.resume=auto", "--training.max_steps=70", "--lora.r=16", "--data.validation={dev: c.jsonl}")
+    assert prepare_output_dir(out, recipe).splitlines() == [
+        "differs from the run that is resumed: lora.r: 8 -> 16",
+        'differs from the run that is resumed: data.validation: {"dev": {"path": "b.jsonl"}} -> {"dev": {"path": "c.jsonl"}}',
+        "differs from the run that is resumed: training.max_steps: -1 -> 70",
+    ]
+
+
+def test_resuming_with_the_same_settings_shows_nothing(out, recipe_for):
+    write_text(out / "recipe.yaml", dump_recipe(recipe_for()))
+    assert prepare_output_dir(out, recipe_for("--run.resume=auto")) == ""
+
+
+def test_adapters_against_none_differ(recipe_for):
+    saved = yaml.safe_load(dump_recipe(recipe_for()))
+    lines = compare_recipes(saved, dump_recipe(recipe_for("--lora=null", "--model.quantization=none")))
+    assert "differs from the run that is resumed: lora.r: 32 -> null" in lines
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [\n", "a: \0\n"])
+def test_resuming_with_a_damaged_recipe_says_so(out, recipe_for, text):
+    (out / "recipe.yaml").write_text(text)
+    assert prepare_output_dir(out, recipe_for("--run.resume=auto")).startswith(f"warning: {out / 'recipe.yaml'} cannot be read")
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(folder: Path, step: int, *, weights: str = "adapter_model.safetensors", ranks: int = 1) -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    save_file({"lora_A": torch.randn(8, 8)}, checkpoint / weights)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({"state": torch.randn(64)}, checkpoint / name)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    for name in ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
+        torch.save({}, checkpoint / name)
+    return checkpoint
+
+
+def cut(path: Path, share: float = 0.5) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+def flip(path: Path) -> None:
+    """Changes one byte in the middle of the stored numbers."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_newest_checkpoint_is_that_of_the_highest_step(out):
+    for step in (9, 100, 10):
+        write_checkpoint(out, step)
+    (out / "checkpoint-best").mkdir()
+    assert find_checkpoint(out, world_size=1) == (out / "checkpoint-100", [])
+
+
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "model.safetensors"])
+def test_an_adapters_and_a_full_models_checkpoint_are_complete(out, weights):
+    checkpoint = write_checkpoint(out, 5, weights=weights)
+    assert find_checkpoint(out, world_size=1) == (checkpoint, [])
+
+
+def test_no_checkpoint_is_none(out):
+    assert find_checkpoint(out, world_size=1) == (None, [])
+
+
+DAMAGES = {
+    "weights cut off": lambda checkpoint: cut(checkpoint / "adapter_model.safetensors"),
+    "weights cut off in the header": lambda checkpoint: cut(checkpoint / "adapter_model.safetensors", 0.05),
+    "weights empty": lambda checkpoint: cut(checkpoint / "adapter_model.safetensors", 0),
+    "weights missing": lambda checkpoint: (checkpoint / "adapter_model.safetensors").unlink(),
+    "optimizer cut off": lambda checkpoint: cut(checkpoint / "optimizer.pt"),
+    "optimizer empty": lambda checkpoint: cut(checkpoint / "optimizer.pt", 0),
+    "optimizer missing": lambda checkpoint: (checkpoint / "optimizer.pt").unlink(),
+    "optimizer changed": lambda checkpoint: flip(checkpoint / "optimizer.pt"),
+    "scheduler cut off": lambda checkpoint: cut(checkpoint / "scheduler.pt", 0.9),
+    "state missing": lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
+    "state cut off": lambda checkpoint: cut(checkpoint / "trainer_state.json"),
+    "state empty": lambda checkpoint: cut(checkpoint / "trainer_state.json", 0),
+    "all missing": lambda checkpoint: [path.unlink() for path in checkpoint.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(out, damage):
+    for step in (5, 10):
+        write_checkpoint(out, step)
+    DAMAGES[damage](out / "checkpoint-10")
+    checkpoint, notes = find_checkpoint(out, world_size=1)
+    assert checkpoint == out / "checkpoint-5"
+    (note,) = notes
+    assert note.startswith(f"warning: {out / 'checkpoint-10'} is passed over: ") and len(note.splitlines()) == 1
+
+
+def test_when_all_are_damaged_none_is_left_and_each_is_told(out):
+    for step in (5, 10):
+        cut(write_checkpoint(out, step) / "optimizer.pt")
+    checkpoint, notes = find_checkpoint(out, world_size=1)
+    assert checkpoint is None and len(notes) == 2
+
+
+@pytest.mark.parametrize(("written", "resumed", "exact"), [(1, 1, True), (2, 2, True), (1, 2, False), (2, 1, False), (2, 4, False)])
+def test_random_states_of_another_number_of_processes_are_a_warning_only(out, written, resumed, exact):
+    checkpoint = write_checkpoint(out, 5, ranks=written)
+    found, notes = find_checkpoint(out, world_size=resumed)
+    assert found == checkpoint and len(notes) == (not exact)
+    assert exact or f"no random states for {resumed} process" in notes[0]
+
+
+def test_a_missing_random_state_is_a_warning_only(out):
+    checkpoint = write_checkpoint(out, 5)
+    (checkpoint / "rng_state.pth").unlink()
+    found, notes = find_checkpoint(out, world_size=1)
+    assert found == checkpoint and notes[0].startswith("warning: checkpoint-5 holds no random states")
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+class DiskFull(OSError):
+    pass
+
+
+@pytest.mark.parametrize("step", ["write", "replace"])
+@pytest.mark.parametrize("before", [None, "old"])
+def test_a_write_that_fails_leaves_the_old_file_or_none(out, monkeypatch, step, before):
+    path = out / "results.json"
+    if before:
+        path.write_text(before)
+
+    def fail(self, text, **how):
+        with open(self, "w") as file:
+            file.write(text[:3])
+        raise DiskFull
+
+    def fail_to_replace(*_):
+        raise DiskFull
+
+    if step == "write":
+        monkeypatch.setattr(Path, "write_text", fail)
+    else:
+        monkeypatch.setattr(os, "replace", fail_to_replace)
+    with pytest.raises(DiskFull):
+        write_text(path, "new and long")
+    assert [(file.name, file.read_text()) for file in out.iterdir()] == ([("results.json", "old")] if before else [])
+
+
+def test_text_is_written_as_utf_8_into_a_folder_made_for_it(tmp_path):
+    write_text(tmp_path / "a" / "b.txt", "é हिन्दी\n")
+    assert (tmp_path / "a" / "b.txt").read_bytes() == "é हिन्दी\n".encode()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_no_json(out, number):
+    with pytest.raises(ValueError):
+        write_json(out / "results.json", {"wer": number})
+    assert list(out.iterdir()) == []
+
+
+def test_a_baseline_comes_back_or_is_empty(out):
+    assert read_baseline(out) == {}
+    write_json(out / "baseline.json", {"dev": {"wer": 30.0}})
+    assert read_baseline(out) == {"dev": {"wer": 30.0}}
+    cut(out / "baseline.json")
+    assert read_baseline(out) == {}
+
+
+def test_versions_name_every_library():
+    versions = library_versions()
+    assert versions["python"] == ".".join(map(str, sys.version_info[:3])) and set(output.LIBRARIES) < set(versions)
+
+
+# --- before step 1 -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_files_of_a_base_model_survive_saving(tmp_path, bare):
+    folder = toy.build_whisper(tmp_path / "base", text_tokens=50257 if bare else 256, bare_generation_config=bare)
+    check_files_can_be_read_back(read_base_model(ModelConfig(name=str(folder), language="fr"), max_new_tokens=225, num_beams=2))
+
+
+@pytest.mark.parametrize("setting", [{"temperature": 0.5}, {"num_return_sequences": 3}, {"early_stopping": "sometimes"}])
+def test_a_generation_config_that_cannot_be_saved_is_refused_in_one_line(base_folder, setting):
+    base = read_base_model(ModelConfig(name=str(base_folder)), max_new_tokens=225, num_beams=1)
+    for key, value in setting.items():
+        setattr(base.generation_config, key, value)
+    with pytest.raises(UserError) as caught:
+        check_files_can_be_read_back(base)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"model.name: the files of {base_folder} cannot be saved: ") and next(iter(setting)) in problem
+    assert len(problem.splitlines()) == 1
+
+
+def test_a_generation_config_that_comes_back_changed_is_refused(base_folder):
+    base = read_base_model(ModelConfig(name=str(base_folder)), max_new_tokens=225, num_beams=1)
+    base.generation_config._from_model_config = True  # read back without lang_to_id
+    with pytest.raises(UserError, match="does not survive saving"):
+        check_files_can_be_read_back(base)
+
+
+# --- results -----------------------------------------------------------------------------------------------------
+
+
+def scores(wer: float, cer: float) -> dict:
+    return {"wer": wer, "cer": cer, "rows_scored": 3, "rows_total": 4, "normalizers": ["basic"]}
+
+
+RESULTS = {
+    "world_size": 2,
+    "global_batch_size": 16,
+    "baseline": {"dev": scores(50.0, 20.0)},
+    "final": {"dev": scores(12.5, 4.0), "other": scores(33.333, 11.0)},
+    "train": {"steps": 60},
+    "paired_p_value": {},
+}
+HISTORY = [
+    {"step": 1, "loss": 3.0},
+    {"step": 30, "eval_dev_wer": 20.0, "eval_other_wer": 40.0},
+    {"step": 60, "loss": 1.0},
+    {"step": 60, "eval_dev_wer": 12.5, "eval_other_wer": 33.3},
+]
+
+
+def read_card(folder: Path) -> tuple[dict, str]:
+    _, front, text = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+def test_results_card_and_curves_are_written(out, recipe_for):
+    write_results(out, recipe_for(), RESULTS, history=HISTORY)
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "curves.png", "results.json"]
+    assert json.loads((out / "results.json").read_text()) == RESULTS
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_card_shows_scores_before_and_after_and_what_was_not_measured(out, recipe_for, base_folder):
+    write_results(out, recipe_for(), RESULTS, history=HISTORY)
+    front, text = read_card(out)
+    assert (front["base_model"], front["library_name"]) == (str(base_folder), "peft")
+    assert "| dev | 50.00 | 12.50 | 20.00 | 4.00 | 3 of 4 |" in text
+    assert "| other | not measured | 33.33 | not measured | 11.00 | 3 of 4 |" in text
+    assert "timestamps of this model are worth little" in text
+
+
+def test_results_are_written_last(out, recipe_for, monkeypatch):
+    def fail(*_, **__):
+        raise DiskFull
+
+    monkeypatch.setattr(output, "draw_curves", fail)
+    with pytest.raises(DiskFull):
+        write_results(out, recipe_for(), RESULTS, history=HISTORY)
+    assert not (out / "results.json").exists()
+
+
+def test_a_run_that_only_scores_writes_results_alone(out, recipe_for):
+    write_results(out, recipe_for("--training.do_train=false"), RESULTS | {"train": {}, "baseline": {}}, history=[])
+    assert [path.name for path in out.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("history", [[], HISTORY[:1], HISTORY[1:2]])
+@pytest.mark.parametrize("baseline", [{}, {"dev": scores(50.0, 20.0)}])
+def test_curves_are_drawn_of_whatever_was_measured(out, history, baseline):
+    output.draw_curves(out, history, RESULTS | {"baseline": baseline})
+    assert [path.name for path in out.iterdir()] == ["curves.png"]
+
+
+@pytest.mark.parametrize("words", [[], ["--lora=null", "--model.quantization=none"]], ids=["adapter", "full"])
+def test_the_cards_own_lines_load_a_model_that_generates_with_language_and_timestamps(tmp_path, recipe_for, monkeypatch, words):
+    base_folder = toy.build_whisper(tmp_path / "bare", text_tokens=50257, bare_generation_config=True)
+    recipe = recipe_for(f"--model.name={base_folder}", *words)
+    base = read_base_model(recipe.model, max_new_tokens=225, num_beams=1)
+    out = tmp_path / "out"
+    out.mkdir()
+    output.save_model(out, load_model(recipe, base, Place("cpu"), compute_type=torch.float32), base)
+    write_results(out, recipe, RESULTS, history=HISTORY)
+    (code,) = re.findall(r"```python\n(.*?)```", read_card(out)[1], flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(code, names)
+    features = names["processor"]([0.1] * 16_000, sampling_rate=16_000, return_tensors="pt").input_features
+    for how in ({"language": "fr"}, {"return_timestamps": True}):
+        names["model"].eval().generate(features, max_new_tokens=3, **how)
+
+
+def test_saving_replaces_and_leaves_nothing_beside(out, recipe_for):
+    recipe = recipe_for()
+    base = read_base_model(recipe.model, max_new_tokens=225, num_beams=1)
+    model = load_model(recipe, base, Place("cpu"), compute_type=torch.float32)
+    for _ in range(2):
+        output.save_model(out, model, base)
+    names = {path.name for path in out.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "generation_config.json", "tokenizer.json"} <= names
+    assert {"processor_config.json", "preprocessor_config.json"} <= names, "converters look for the second"
+    assert not [name for name in names if name.startswith(".")]
+
+
+def test_the_gain_is_told_for_each_set_and_a_loss_plainly():
+    first, second = describe_gain(RESULTS | {"baseline": {"dev": scores(10.0, 3.0)}, "paired_p_value": {"dev": 0.04321}})
+    assert first.startswith("dev: WER 10.00 -> 12.50 %, CER 3.00 -> 4.00 %") and first.endswith("(3 of 4 rows)")
+    assert "training made it worse" in first and "p = 0.0432" in first
+    assert second == "other: WER 33.33 %, CER 11.00 % (3 of 4 rows)"
+    assert "worse" not in describe_gain(RESULTS)[0]
+
+
+def rows_with(*texts: str, file: str = "dev.jsonl") -> list[tuple[Row, str, str]]:
+    return [(Row(f"{i}.wav", "one two", file, i), text, "en") for i, text in enumerate(texts, 1)]
+
+
+def test_predictions_hold_both_texts_and_the_word_errors_of_every_row(out):
+    output.write_predictions(out, "final", {"dev": rows_with("one two", "one\u2028three", "")})
+    lines = (out / "predictions" / "final-dev.jsonl").read_text(encoding="utf-8").split("\n")
+    rows = [json.loads(line) for line in lines if line]
+    assert [(row["line"], row["reference"], row["hypothesis"], row["errors"], row["words"]) for row in rows] == [
+        (1, "one two", "one two", 0, 2),
+        (2, "one two", "one\u2028three", 1, 2),
+        (3, "one two", "", 2, 2),
+    ]
+
+
+def test_predictions_of_the_same_clips_alone_are_compared(out):
+    output.write_predictions(out, "baseline", {"dev": rows_with("", "one\u2028"), "other": rows_with("one"), "new": rows_with("one")})
+    output.write_predictions(out, "final", {"dev": rows_with("one two", "one"), "other": rows_with("one", file="o.jsonl")})
+    chances = output.compare_predictions(out, ["dev", "other", "new"])
+    assert list(chances) == ["dev"] and 0 < chances["dev"] <= 1
