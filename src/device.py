@@ -13,6 +13,8 @@ import torch.distributed as dist
 from faults import UserError
 
 LAUNCH = "accelerate launch --num_processes {processes} src/train.py"
+# How long ranks look for each other at the start: libraries are imported by then, on a slow disk minutes apart.
+MEETING_SECONDS = 300
 # A user's own accelerate defaults (mixed precision, dynamo, sharding) must not change what a recipe means.
 _LEAKS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
@@ -134,13 +136,24 @@ def join_processes(place: Place, *, timeout_seconds: float) -> "Meeting":
     """
     if place.world_size == 1:
         return Meeting(place, None)
-    timeout = timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=place.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        timeout=timeout,
-    )
+    address, port = os.environ.get("MASTER_ADDR", ""), _number(os.environ, "MASTER_PORT", 0)
+    if not address or not port:
+        raise UserError(
+            "MASTER_ADDR or MASTER_PORT is not set, so the processes cannot meet. "
+            f"Start: {LAUNCH.format(processes=place.world_size)}, or torchrun --standalone"
+        )
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=place.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            timeout=timedelta(seconds=MEETING_SECONDS),
+        )
+    except dist.DistError as error:
+        raise UserError(
+            f"rank {place.rank} could not meet the other processes at {address}:{port} within {MEETING_SECONDS} s; "
+            f"is the port taken or blocked? ({str(error).splitlines()[0]})"
+        ) from error
     _refuse_shared_cards(place, store)
     on_gpu = place.device != "cpu"
     dist.init_process_group(
@@ -148,7 +161,7 @@ def join_processes(place: Place, *, timeout_seconds: float) -> "Meeting":
         store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_seconds),
         device_id=torch.device(place.device) if on_gpu else None,
     )
     return Meeting(place, store)
@@ -160,7 +173,7 @@ def _refuse_shared_cards(place: Place, store: dist.Store) -> None:
         return
     store.set(f"card/{place.rank}", str(torch.cuda.get_device_properties(place.device).uuid))
     keys = [f"card/{rank}" for rank in range(place.world_size)]
-    store.wait(keys)
+    store.wait(keys, timedelta(seconds=MEETING_SECONDS))
     cards = [store.get(key).decode() for key in keys]
     if len(set(cards)) < len(cards):
         raise UserError(

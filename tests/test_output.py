@@ -393,22 +393,22 @@ def test_the_gain_is_told_for_each_set_and_a_loss_plainly():
 
 
 def rows_with(*texts: str, file: str = "dev.jsonl") -> list[tuple[Row, str, str]]:
-    return [(Row(f"{i}.wav", "one two", file, i), text, "en") for i, text in enumerate(texts, 1)]
+    return [(Row(f"{i}.wav", "cat dog", file, i), text, "en") for i, text in enumerate(texts, 1)]
 
 
 def test_predictions_hold_both_texts_and_the_word_errors_of_every_row(out):
-    output.write_predictions(out, "final", {"dev": rows_with("one two", "one\u2028three", "")})
+    output.write_predictions(out, "final", {"dev": rows_with("cat dog", "cat\u2028fish", "")})
     lines = (out / "predictions" / "final-dev.jsonl").read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines if line]
     assert [(row["line"], row["reference"], row["hypothesis"], row["errors"], row["words"]) for row in rows] == [
-        (1, "one two", "one two", 0, 2),
-        (2, "one two", "one\u2028three", 1, 2),
-        (3, "one two", "", 2, 2),
+        (1, "cat dog", "cat dog", 0, 2),
+        (2, "cat dog", "cat\u2028fish", 1, 2),
+        (3, "cat dog", "", 2, 2),
     ]
 
 
 def test_predictions_of_the_same_clips_alone_are_compared(out):
-    output.write_predictions(out, "baseline", {"dev": rows_with("", "one\u2028"), "other": rows_with("one"), "new": rows_with("one")})
-    output.write_predictions(out, "final", {"dev": rows_with("one two", "one"), "other": rows_with("one", file="o.jsonl")})
+    output.write_predictions(out, "baseline", {"dev": rows_with("", "cat\u2028"), "other": rows_with("cat"), "new": rows_with("cat")})
+    output.write_predictions(out, "final", {"dev": rows_with("cat dog", "cat"), "other": rows_with("cat", file="o.jsonl")})
     chances = output.compare_predictions(out, ["dev", "other", "new"])
     assert list(chances) == ["dev"] and 0 < chances["dev"] <= 1
