@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -81,9 +82,16 @@ def execute(command: list[str], *, output_dir: Path | None = None, timeout: floa
     """Runs a command in the repository's root, without the network and without this process's launcher variables."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     clean |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | env
-    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=timeout)
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])  # for scripts in tests/
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=clean, start_new_session=True, **pipes)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # the launcher's children too
     results = output_dir / "results.json" if output_dir else None
-    return Run(done.returncode, done.stdout, done.stderr, json.loads(results.read_text()) if results and results.is_file() else None)
+    return Run(process.returncode, stdout, stderr, json.loads(results.read_text()) if results and results.is_file() else None)
 
 
 def _output_dir(recipe: Path, overrides: tuple[str, ...]) -> Path:

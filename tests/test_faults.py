@@ -92,7 +92,7 @@ def test_a_rank_that_fails_ends_the_job_and_the_end_of_the_output_tells_why(spee
     recipe = write_recipe(speech, name="failing", run={"baseline": False}, training={"output_dir": str(tmp_path / "out")})
     script = ROOT / "tests" / "failing.py"
     started = time.monotonic()
-    run = launch(recipe, processes=2, script=script, FAIL_RANK="1", FAIL_STEP="2", PYTHONPATH=str(ROOT / "src"), timeout=150)
+    run = launch(recipe, processes=2, script=script, FAIL_RANK="1", FAIL_STEP="2", timeout=150)
     assert run.status != 0
     assert "rank 1, phase forward, step 2: ValueError: a planted fault" in run.tail
     assert time.monotonic() - started < 120
@@ -101,7 +101,7 @@ def test_a_rank_that_fails_ends_the_job_and_the_end_of_the_output_tells_why(spee
 
 def test_one_process_that_fails_ends_with_phase_and_step(speech, tmp_path):
     recipe = write_recipe(speech, name="failing1", run={"baseline": False}, training={"output_dir": str(tmp_path / "out")})
-    run = launch(recipe, script=ROOT / "tests" / "failing.py", FAIL_RANK="0", FAIL_STEP="1", PYTHONPATH=str(ROOT / "src"))
+    run = launch(recipe, script=ROOT / "tests" / "failing.py", FAIL_RANK="0", FAIL_STEP="1")
     assert run.status == 1
     assert run.stderr.rstrip().splitlines()[-1].endswith("rank 0, phase forward, step 1: ValueError: a planted fault")
 

@@ -47,7 +47,7 @@ def gradients(
         train_here(recipe)
     else:
         script = ROOT / "tests" / "gradients.py"
-        run = launch(recipe, processes=processes, script=script, GRADIENTS=str(kept), PYTHONPATH=str(ROOT / "src"))
+        run = launch(recipe, processes=processes, script=script, GRADIENTS=str(kept))
         assert run.status == 0, run.tail
     steps = []
     for step in range(2):

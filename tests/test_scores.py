@@ -298,7 +298,8 @@ def test_only_spoken_words_are_decoded(tokenizer, tokens, text):
 
 # Nothing shared: no network, no cache file, no lock
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(scores.__file__).parent)}
+SOURCE = os.pathsep.join([str(Path(scores.__file__).parent), os.environ.get("PYTHONPATH", "")])
+OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": SOURCE}
 
 TWENTY_EVALUATIONS = """
 import sys, scores
