@@ -137,6 +137,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.scores: dict[str, dict[str, Any]] = {}
         # What was generated last for each set: row, text, language.
         self.texts: dict[str, list[tuple[Row, str, str | None]]] = {}
+        # The same of evaluations during training, by step and set; those of the best step and of the last one.
+        self.kept: dict[int, dict[str, Any]] = {}
         self.finite_loss = FiniteLoss(self._name_rows)
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
         self.windows = 0
@@ -217,8 +219,15 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     def score(self, sets: dict[str, SpeechDataset], stage: str) -> dict[str, dict[str, Any]]:
         """Scores whole sets; gives set name -> scores, the same on every rank. `stage` is a word for the log."""
-        self.scores = {}
-        self.evaluate(eval_dataset=sets, metric_key_prefix=stage)
+        step = self.state.best_global_step if self.args.load_best_model_at_end else self.state.global_step
+        known = self.kept.get(step, {})
+        if all(name in known and known[name][0]["rows_scored"] == len(rows) for name, rows in sets.items()):
+            # The weights are those of an evaluation during training, which scored the same whole sets.
+            self.scores = {name: known[name][0] for name in sets}
+            self.texts = {name: known[name][1] for name in sets}
+        else:
+            self.scores = {}
+            self.evaluate(eval_dataset=sets, metric_key_prefix=stage)
         return dict(self.scores)
 
     @torch.no_grad()
@@ -313,6 +322,10 @@ class WhisperTrainer(Seq2SeqTrainer):
         scores["loss"] = sum(table[i][1] for i in row_ids) / sum(table[i][2] for i in row_ids)
         scores["rows_total"] = self.rows_total[names[0]]
         self.scores[names[0]] = scores
+        if self.is_in_train:
+            step, best = self.state.global_step, self.state.best_global_step
+            self.kept = {number: sets for number, sets in self.kept.items() if number in (step, best)}
+            self.kept.setdefault(step, {})[names[0]] = (scores, self.texts[names[0]])
         return {key: value for key, value in scores.items() if isinstance(value, (int, float))}
 
     # --- saving

@@ -348,9 +348,10 @@ def test_adapters_are_float32_on_a_base_of_the_compute_type(toy_folder, tmp_path
     assert str(compute_type).removeprefix("torch.") in line and "trained in float32" in line
 
 
-def test_a_half_precision_checkpoint_gives_float32_adapters(copy, tmp_path):
+@pytest.mark.parametrize("words", [[], ["--lora.modules_to_save=[conv1]"], ["--lora.bias=all"]])
+def test_whatever_is_trained_on_a_half_precision_checkpoint_is_float32(copy, tmp_path, words):
     WhisperForConditionalGeneration.from_pretrained(copy, dtype=torch.float16).save_pretrained(copy)
-    model, _ = load(copy, tmp_path, "--model.quantization=none", compute_type=torch.float16)
+    model, _ = load(copy, tmp_path, "--model.quantization=none", *words, compute_type=torch.float16)
     assert {parameter.dtype for _, parameter in trainable_parameters(model)} == {torch.float32}
 
 
