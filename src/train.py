@@ -7,6 +7,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import shlex
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from model import describe_generation, describe_model, load_model, read_base_mod
 from sets import CheckedSet, check_sets, describe_plan
 from speech import SpeechDataset
 from trainer import WhisperTrainer, build_arguments, build_examples, thin_out
+
+# Ranks come to the same mistake within the spread of their imports; one that is only another rank's is told after it.
+SECONDS_FOR_THE_MAIN_PROCESS = 20
 
 
 def main(argv: list[str]) -> None:
@@ -149,8 +153,10 @@ def start(argv: list[str]) -> None:
     try:
         main(argv)
     except UserError as error:
-        if is_main_process(os.environ):
-            print(*error.problems, sep="\n", file=sys.stderr)
+        if not is_main_process(os.environ):
+            # The launcher ends all ranks when the first one leaves: the main process must have told the mistake by then.
+            time.sleep(SECONDS_FOR_THE_MAIN_PROCESS)
+        print(*error.problems, sep="\n", file=sys.stderr, flush=True)
         sys.exit(2)
     except Exception as error:
         traceback.print_exc()

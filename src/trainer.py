@@ -76,11 +76,13 @@ def build_arguments(recipe: Recipe, compute_type: torch.dtype, *, world_size: in
 
     Touches the device, so the place must be settled. Raises UserError for values that the library refuses.
     """
+    wants_best = recipe.training["load_best_model_at_end"] or recipe.run.early_stopping_patience
     settled = {
         "bf16": compute_type == torch.bfloat16,
         "fp16": compute_type == torch.float16,
         "gradient_accumulation_steps": accumulation_steps(recipe, world_size),
-        "metric_for_best_model": best_metric(recipe),
+        # Where no best model is wanted, a name would make the library keep the best checkpoint in place of the newest.
+        "metric_for_best_model": best_metric(recipe) if wants_best else recipe.training["metric_for_best_model"],
         "greater_is_better": False,
     }
     if recipe.training["gradient_checkpointing"]:
@@ -92,6 +94,9 @@ def build_arguments(recipe: Recipe, compute_type: torch.dtype, *, world_size: in
         arguments = TrainingConfig(**recipe.training | settled)
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"training: {str(error).strip().splitlines()[0]}") from error
+    if on_cpu:
+        # The library's name for it is cpu:0, which torch 2.11 cannot load an optimiser state to.
+        arguments.__dict__["_setup_devices"] = torch.device("cpu")
     # Several visible cards without a launcher would mean old-style data parallel.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
