@@ -148,6 +148,8 @@ class TrainingConfig(Seq2SeqTrainingArguments):
     # The adapter hides the model's signature, so the stock trainer would drop every column or guess the labels.
     remove_unused_columns: bool | None = False
     label_names: list[str] | None = field(default_factory=lambda: ["labels"])
+    # Ranks other than the main one say nothing but errors.
+    log_level_replica: str = "error"
     # Every adapter takes part in every step; the search costs time and breaks checkpointing.
     ddp_find_unused_parameters: bool | None = False
     # Whisper has no buffer that training changes.
@@ -226,6 +228,16 @@ UNTESTED = {
     "ignore_data_skip": "a resumed run goes on with the same order of data",
     "resume_from_checkpoint": "write run.resume: auto",
     "sortish_sampler": "every window is 30 seconds; there is nothing to sort",
+    "hub_token": "pushing is not part of this version, and a token would lie in every checkpoint",
+    "accelerator_config": "ranks must do equal work",
+    "include_for_metrics": "the features of a whole set would be kept in memory",
+    "dataloader_drop_last": "rows of scored sets would be dropped too",
+}
+# Training arguments that must keep the one value that is tested.
+FIXED = {
+    "average_tokens_across_devices": (True, "the loss is the mean over the whole global batch"),
+    "eval_do_concat_batches": (True, "scores are computed on the whole set"),
+    "train_sampling_strategy": ("random", "every window is 30 seconds; there is nothing to group"),
 }
 
 
@@ -618,6 +630,10 @@ def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, A
         judge.add("lora", f"full fine-tuning (lora: null) cannot change {model.quantization} weights; write model.quantization: none")
     if lora is None and model.adapter:
         judge.add("model.adapter", "full fine-tuning (lora: null) has no adapter; leave one of them out")
+    if lora is not None and lora.get("inference_mode"):
+        judge.add("lora.inference_mode", "an adapter in inference mode does not train; leave it out")
+    if lora is not None and lora["r"] < 1:
+        judge.add("lora.r", "at least 1")
     if lora is not None and lora.get("task_type"):
         judge.add("lora.task_type", "leave it out: with a task type the adapter sends input_ids, which Whisper does not take")
     if not data.train and training["do_train"]:
@@ -647,6 +663,15 @@ def _find_training_clashes(recipe: Recipe, judge: _Judge) -> None:
     for key, reason in UNTESTED.items():
         if training.get(key):
             judge.add(f"training.{key}", f"not supported: {reason}")
+    for key, (value, reason) in FIXED.items():
+        if training[key] != value:
+            judge.add(f"training.{key}", f"must be {json.dumps(value)}: {reason}")
+    if training["lr_scheduler_type"] == "reduce_lr_on_plateau":
+        judge.add("training.lr_scheduler_type", "reduce_lr_on_plateau is not among the tested schedules")
+    if training["do_train"] and not training["learning_rate"] > 0:
+        judge.add("training.learning_rate", "must be above 0; with 0 nothing is learnt")
+    if training["do_train"] and training["max_steps"] <= 0 and not training["num_train_epochs"] > 0:
+        judge.add("training.num_train_epochs", "must be above 0, or training.max_steps")
     if training["bf16"] and training["fp16"]:
         judge.add("training.fp16", "bf16 and fp16 are both true; choose one, or neither and the card decides")
     checkpointing = training["gradient_checkpointing_kwargs"] or {}
@@ -692,10 +717,10 @@ def _find_best_model_clashes(recipe: Recipe, judge: _Judge) -> None:
         judge.add("training.eval_strategy", "load_best_model_at_end needs evaluations: steps or epoch")
     elif training["save_strategy"] not in (training["eval_strategy"], "best"):
         judge.add("training.save_strategy", f"the best model can only be kept when it equals eval_strategy ({training['eval_strategy']})")
-    elif training["eval_strategy"] == training["save_strategy"] == "steps" and training["eval_steps"]:
-        times = training["save_steps"] / training["eval_steps"]
-        if abs(times - round(times)) > 1e-9:  # steps below 1 are shares of all steps: 0.3 is three times 0.1
-            judge.add("training.save_steps", f"must be a multiple of eval_steps ({training['eval_steps']:g}) to keep the best model")
+    elif training["eval_strategy"] == training["save_strategy"] == "steps":
+        if training["eval_steps"] not in (None, training["save_steps"]):
+            message = f"must equal eval_steps ({training['eval_steps']:g}), so that every model scored is also kept"
+            judge.add("training.save_steps", message)
 
 
 # --- using -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def quieten(*, is_main: bool) -> None:
         transformers.logging.disable_progress_bar()
         datasets.disable_progress_bars()
     # Remarks on calls between libraries, which no user can change.
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated")
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
     logging.getLogger("transformers.generation.utils").addFilter(_is_for_the_user)
     manifests = logging.getLogger("manifest")  # tells which columns it took
     manifests.setLevel(logging.INFO if is_main else logging.ERROR)

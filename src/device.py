@@ -14,7 +14,7 @@ from faults import UserError
 
 LAUNCH = "accelerate launch --num_processes {processes} src/train.py"
 # How long ranks look for each other at the start: libraries are imported by then, on a slow disk minutes apart.
-MEETING_SECONDS = 300
+MEETING_SECONDS = 120
 # A user's own accelerate defaults (mixed precision, dynamo, sharding) must not change what a recipe means.
 _LEAKS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
@@ -31,6 +31,7 @@ class Place:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is the process that talks and writes."""
         return self.rank == 0
 
 
@@ -149,12 +150,13 @@ def join_processes(place: Place, *, timeout_seconds: float) -> "Meeting":
             is_master=place.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             timeout=timedelta(seconds=MEETING_SECONDS),
         )
+        cards = _meet(place, store)
     except dist.DistError as error:
         raise UserError(
-            f"rank {place.rank} could not meet the other processes at {address}:{port} within {MEETING_SECONDS} s; "
-            f"is the port taken or blocked? ({str(error).splitlines()[0]})"
+            f"rank {place.rank} could not meet all of {place.world_size} processes at {address}:{port} within "
+            f"{MEETING_SECONDS} s; is the port taken or blocked, or was a process not started? ({str(error).splitlines()[0]})"
         ) from error
-    _refuse_shared_cards(place, store)
+    _refuse_shared_cards(cards)
     on_gpu = place.device != "cpu"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -167,15 +169,18 @@ def join_processes(place: Place, *, timeout_seconds: float) -> "Meeting":
     return Meeting(place, store)
 
 
-def _refuse_shared_cards(place: Place, store: dist.Store) -> None:
-    """Two processes with one masked card each may have been given the same one: the driver's identifiers tell."""
-    if place.device == "cpu":
-        return
-    store.set(f"card/{place.rank}", str(torch.cuda.get_device_properties(place.device).uuid))
+def _meet(place: Place, store: dist.Store) -> list[str]:
+    """Waits for every rank; gives the driver's identifier of each rank's card, "cpu" without one, by rank."""
+    card = "cpu" if place.device == "cpu" else str(torch.cuda.get_device_properties(place.device).uuid)
+    store.set(f"card/{place.rank}", card)
     keys = [f"card/{rank}" for rank in range(place.world_size)]
     store.wait(keys, timedelta(seconds=MEETING_SECONDS))
-    cards = [store.get(key).decode() for key in keys]
-    if len(set(cards)) < len(cards):
+    return [store.get(key).decode() for key in keys]
+
+
+def _refuse_shared_cards(cards: list[str]) -> None:
+    """Two processes with one masked card each may have been given the same one."""
+    if "cpu" not in cards and len(set(cards)) < len(cards):
         raise UserError(
             f"two processes share one GPU (cards by rank: {', '.join(cards)}): one process a GPU. "
             f"Start: {LAUNCH.format(processes=len(set(cards)))}"

@@ -29,7 +29,7 @@ class LabelBuilder:
 
     def language_of(self, row: Row) -> str | None:
         """The code of the row's language, its own or the recipe's; None when neither says one."""
-        return language_code(row.language) or self.language
+        return language_code(row.language) or self.language or (None if self.is_multilingual else "en")
 
     def task_of(self, row: Row) -> str:
         """transcribe or translate."""

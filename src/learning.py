@@ -22,6 +22,16 @@ class LearningCheck(TrainerCallback):
         self.before: dict[str, torch.Tensor] = {}
         self.steps = 0
         self.learning_rate = 0.0
+        self.first_step = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remembers where this part of the run begins."""
+        self.first_step = state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Judges a run without any real step."""
+        if state.global_step > self.first_step and not self.steps:
+            raise RuntimeError("no step changed the model: the learning rate was 0, or the gradient scaler skipped every step")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remembers the tensors before the first real step."""

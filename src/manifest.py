@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import unicodedata
+from contextlib import suppress
 from dataclasses import dataclass
 from sys import intern
 
@@ -161,8 +162,11 @@ def _build_row(record: dict, path: str, *, line: int, audio_column: str, text_co
     for column, value in record.items():
         if value is None or column == audio_column or column == text_column:
             continue
-        if column in ("start", "end", "duration"):
+        if column in ("start", "end"):
             setattr(row, column, _read_seconds(column, value))
+        elif column == "duration":
+            with suppress(_FieldError):  # a hint: a row is not lost over "N/A"
+                row.duration = _read_seconds(column, value)
         elif column in ("language", "task", "speaker"):
             word = _require_text(record, column).strip()
             if column == "speaker" or word not in NOT_SET:

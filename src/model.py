@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, LoraRuntimeConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft import LoraConfig, LoraRuntimeConfig, PeftModel, get_peft_model, load_peft_weights
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import (
     BitsAndBytesConfig,
@@ -96,6 +98,8 @@ def read_base_model(model: ModelConfig, *, max_new_tokens: int | None, num_beams
         generation_config = GenerationConfig.from_pretrained(name, local_files_only=is_local)
     except OSError as error:
         if (folder / "generation_config.json").is_file():
+            raise UserError(f"model.name: {model.name} cannot be read: {_first_line(error)}") from error
+        if not is_local and "does not appear to have a file" not in str(error):
             raise UserError(f"model.name: {model.name} cannot be read: {_first_line(error)}") from error
         generation_config = GenerationConfig()
     notes: list[str] = []
@@ -192,6 +196,44 @@ def build_lora_config(lora: dict[str, Any]) -> LoraConfig:
 def _default(field: Field) -> Any:
     value = field.default if field.default_factory is MISSING else field.default_factory()
     return asdict(value) if is_dataclass(value) else value
+
+
+def check_adapter(recipe: Recipe, base: BaseModel) -> None:
+    """Tries the recipe's adapter on the model's shape, without weights.
+
+    Raises UserError when peft refuses it, when an entry of target_modules matches nothing, or when the adapter folder
+    that the recipe names was made for another shape.
+    """
+    if recipe.lora is None:
+        return
+    with torch.device("meta"):
+        whisper = WhisperForConditionalGeneration(base.config)
+    layers = f"the encoder has {base.config.encoder_layers} layers, the decoder {base.config.decoder_layers}"
+    if recipe.model.adapter:
+        _check_adapter_folder(whisper, recipe.model.adapter)
+        return
+    names = [name for name, _ in whisper.named_modules()]
+    targets = recipe.lora["target_modules"]
+    for target in targets if isinstance(targets, list) else []:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise UserError(f"lora.target_modules: no module is called {target}; there are q_proj, k_proj, v_proj, out_proj, fc1, fc2")
+    try:
+        get_peft_model(whisper, build_lora_config(recipe.lora))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"lora: {_first_line(error)} ({layers})") from error
+
+
+def _check_adapter_folder(whisper: torch.nn.Module, folder: str) -> None:
+    try:
+        model = get_peft_model(whisper, LoraConfig.from_pretrained(folder))
+        with safe_open(Path(folder) / ADAPTER_FILE, framework="pt") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise UserError(f"model.adapter: {folder} cannot be read: {_first_line(error)}") from error
+    expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
+    if stored != expected:
+        differing = sorted(name for name in {*stored, *expected} if stored.get(name) != expected.get(name))
+        raise UserError(f"model.adapter: {folder} does not fit this model: {differing[0]} and {len(differing) - 1} more differ")
 
 
 def load_model(recipe: Recipe, base: BaseModel, place: Place, *, compute_type: torch.dtype) -> torch.nn.Module:

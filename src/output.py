@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import tempfile
 import zipfile
 from collections.abc import Iterable
@@ -56,7 +57,8 @@ def find_damage(checkpoint: Path) -> str | None:
         json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         with safe_open(weights, framework="pt") as file:
             file.keys()
-        for name in ("optimizer.pt", "scheduler.pt"):
+        states = [path.name for path in checkpoint.glob("rng_state*.pth")]
+        for name in ("optimizer.pt", "scheduler.pt", *states):
             with zipfile.ZipFile(checkpoint / name) as file:
                 if file.testzip():
                     return f"{name} is damaged"
@@ -75,11 +77,23 @@ def find_checkpoint(folder: Path, *, world_size: int) -> tuple[Path | None, list
             if not all((checkpoint / name).is_file() for name in ranks):
                 notes.append(
                     f"warning: {checkpoint.name} holds no random states for {world_size} processes: "
-                    "dropout will not repeat exactly; the order of the data does"
+                    "shuffling and dropout are not repeated exactly"
                 )
             return checkpoint, notes
         notes.append(f"warning: {checkpoint} is passed over: {damage}")
     return None, notes
+
+
+def find_earlier_part(folder: Path, *, world_size: int) -> bytes:
+    """What a resumed run goes on from, as JSON: `checkpoint` (path or null), `notes` worth telling, `steps` that it has,
+    whether it `is_finished`, and the `baseline` scores."""
+    checkpoint, notes = find_checkpoint(folder, world_size=world_size)
+    found: dict[str, Any] = {"checkpoint": None, "notes": notes, "steps": 0, "is_finished": False, "baseline": {}}
+    if checkpoint:
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        found |= {"checkpoint": str(checkpoint), "baseline": read_baseline(folder), "steps": state["global_step"]}
+        found["is_finished"] = state["global_step"] >= state["max_steps"]
+    return json.dumps(found).encode()
 
 
 def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
@@ -109,7 +123,11 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
         saved = None
     if not isinstance(saved, dict):
         return f"warning: {folder / RECIPE_FILE} cannot be read; whether settings differ is not known"
-    return compare_recipes(saved, dump_recipe(recipe))
+    differences = compare_recipes(saved, dump_recipe(recipe))
+    fixed = [line for line in differences.splitlines() if re.search(r": (lora\.|model\.(name|quantization))", line)]
+    if fixed and checkpoints(folder):
+        raise UserError(*(f"{line}; a run goes on with the model it began with" for line in fixed))
+    return differences
 
 
 def compare_recipes(saved: dict[str, Any], current: str) -> str:

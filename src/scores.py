@@ -124,9 +124,12 @@ def paired_p_value(before: Sequence[int], after: Sequence[int], *, draws: int = 
     significance tests for machine translation evaluation" (2004), with add-one; seeded, so the same errors give the same number.
     """
     differences = np.asarray(after) - np.asarray(before)
-    signs = np.random.default_rng(0).integers(0, 2, (draws, len(differences))) * 2 - 1
-    extreme = np.abs(signs @ differences) >= abs(differences.sum())
-    return float((extreme.sum() + 1) / (draws + 1))
+    differences = differences[differences != 0]
+    generator, extreme = np.random.default_rng(0), 0
+    for _ in range(draws):  # one at a time: a whole table of signs would fill the memory
+        signs = generator.integers(0, 2, len(differences)) * 2 - 1
+        extreme += abs(signs @ differences) >= abs(differences.sum())
+    return float((extreme + 1) / (draws + 1))
 
 
 def decode_ids(ids: np.ndarray, tokenizer) -> list[str]:

@@ -28,13 +28,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whisper-ddp"
 
 
-def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, folder: Path) -> dict[str, CheckedSet]:
-    """Reads and checks the training set, under the name "train", and every validation set.
+def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, folder: Path, with_training: bool) -> dict[str, CheckedSet]:
+    """Reads and checks the training set (`with_training`), under the name "train", and every validation set.
 
     The main process decodes each clip once and writes `data_report.json` and `.html` into `folder`; the other ranks
     poll for its verdict and read the manifests alone. Raises UserError with the problems of all sets.
     """
-    sources = {"train": data.train, **{name: [source] for name, source in data.validation.items()}}
+    sources = {"train": data.train if with_training else [], **{name: [source] for name, source in data.validation.items()}}
     sources = {name: listed for name, listed in sources.items() if listed}
     tables: dict[str, tuple[list[Row], list[BadRow]]] = {}
 
@@ -65,6 +65,8 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
     tables = tables or _read_sets(sources, data)
     result = {}
     for name, facts in verdict.items():
+        if sum(map(len, tables[name])) != facts["rows_total"]:
+            raise RuntimeError(f"{name}: this process reads another number of rows than the main one did")
         bad = {tuple(place) for place in facts["bad"]}
         rows = [row for row in tables[name][0] if (row.file, row.line) not in bad]
         result[name] = CheckedSet(rows, facts["rows_total"], facts["seconds"])

@@ -5,6 +5,7 @@ import os
 # Before any library starts threads: loader workers are forked later.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import json
 import shlex
 import sys
 import time
@@ -14,19 +15,18 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from transformers import EarlyStoppingCallback, set_seed
+from transformers import set_seed
 
 import output
 from config import Recipe, best_metric, dump_recipe, load_recipe
 from console import quieten, say
-from device import Place, choose_compute_type, describe_place, is_main_process, join_processes, peak_memory_gib, settle_place
+from device import Meeting, choose_compute_type, describe_place, is_main_process, join_processes, peak_memory_gib, settle_place
 from faults import RunFailure, UserError, progress
 from labels import LabelBuilder
 from learning import LearningCheck, check_saved_weights
-from model import describe_generation, describe_model, load_model, read_base_model
+from model import check_adapter, describe_generation, describe_model, load_model, read_base_model
 from sets import CheckedSet, check_sets, describe_plan
-from speech import SpeechDataset
-from trainer import WhisperTrainer, build_arguments, build_examples, thin_out
+from trainer import Patience, RecipeSteps, WhisperTrainer, build_arguments, build_examples, thin_out
 
 # Ranks come to the same mistake within the spread of their imports; one that is only another rank's is told after it.
 SECONDS_FOR_THE_MAIN_PROCESS = 20
@@ -52,12 +52,13 @@ def main(argv: list[str]) -> None:
     # 4. All of the base model but its weights.
     base = read_base_model(recipe.model, max_new_tokens=arguments.generation_max_length, num_beams=arguments.generation_num_beams)
     output.check_files_can_be_read_back(base)
+    check_adapter(recipe, base)
     say(*base.notes, describe_generation(base))
 
     # 5. The data, every clip decoded once.
     labels = LabelBuilder(base, recipe.model, allow_empty_text=recipe.data.allow_empty_text)
     with progress.during("data"):
-        checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder)
+        checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder, with_training=arguments.do_train)
     if arguments.do_train:
         say(describe_plan(checked["train"], arguments, place=place))
     if recipe.check_only:
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> None:
         args=arguments,
         train_dataset=train_set,
         eval_dataset={name: thin_out(examples, recipe.run.max_eval_samples) for name, examples in sets.items()},
-        callbacks=[LearningCheck(model)],
+        callbacks=[LearningCheck(model), RecipeSteps()],
         place=place,
         labels=labels,
         compute_type=compute_type,
@@ -96,7 +97,9 @@ def main(argv: list[str]) -> None:
     }
     if place.is_main:
         output.write_text(folder / output.RECIPE_FILE, dump_recipe(recipe))
-    results |= train(recipe, trainer, folder, place=place, checked=checked) if arguments.do_train else {"baseline": {}, "train": {}}
+    results |= {"baseline": {}, "train": {}}
+    if arguments.do_train:
+        results |= train(recipe, trainer, folder, meeting=meeting, checked=checked)
     results["final"] = trainer.score(sets, "final")
     results["paired_p_value"] = {}
 
@@ -111,17 +114,19 @@ def main(argv: list[str]) -> None:
 
 
 def train(
-    recipe: Recipe, trainer: WhisperTrainer, folder: Path, *, place: Place, checked: dict[str, CheckedSet]
+    recipe: Recipe, trainer: WhisperTrainer, folder: Path, *, meeting: Meeting, checked: dict[str, CheckedSet]
 ) -> dict[str, Any]:
     """Scores the untouched model, trains from the start or from the newest complete checkpoint, saves and reads back.
 
     Returns the parts `baseline`, `train`, `best` and `status` of the results.
     """
+    place = meeting.place
     checkpoint, baseline = None, {}
     if recipe.run.resume == "auto":
-        checkpoint, notes = output.find_checkpoint(folder, world_size=place.world_size)
-        say(*notes, f"going on from {checkpoint}" if checkpoint else "no complete checkpoint: starting anew")
-        baseline = output.read_baseline(folder) if checkpoint else {}
+        # One rank looks at the disk, so that all take the same branch.
+        found = json.loads(meeting.once(lambda: output.find_earlier_part(folder, world_size=place.world_size)))
+        checkpoint, baseline = found["checkpoint"] and Path(found["checkpoint"]), found["baseline"]
+        say(*found["notes"], f"going on from {checkpoint}" if checkpoint else "no complete checkpoint: starting anew")
     if recipe.run.baseline and checkpoint is None:
         say("scoring the untouched model")
         baseline = trainer.score(trainer.sets, "baseline")
@@ -129,9 +134,12 @@ def train(
             output.write_json(folder / output.BASELINE_FILE, baseline)
             output.write_predictions(folder, "baseline", trainer.texts)
     if recipe.run.early_stopping_patience:
-        trainer.add_callback(EarlyStoppingCallback(recipe.run.early_stopping_patience))
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    trainer.pop_callback(EarlyStoppingCallback)
+        trainer.add_callback(Patience(recipe.run.early_stopping_patience))
+    if checkpoint and found["is_finished"] and trainer.args.max_steps in (-1, found["steps"]):
+        trainer.finish_at(checkpoint)
+    else:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.pop_callback(Patience)
     with progress.during("save"):
         if place.is_main:
             output.save_model(folder, trainer.model, trainer.labels.base)
@@ -152,6 +160,9 @@ def start(argv: list[str]) -> None:
     any failure with its traceback once, and last the rank, phase, step and error."""
     try:
         main(argv)
+        if dist.is_initialized():
+            # Only at a good end: after a failure it would wait for ranks that are busy or gone.
+            dist.destroy_process_group()
     except UserError as error:
         if not is_main_process(os.environ):
             # The launcher ends all ranks when the first one leaves: the main process must have told the mistake by then.
@@ -163,9 +174,6 @@ def start(argv: list[str]) -> None:
         rank = os.environ.get("RANK", "0")
         where = f"rank {rank}, phase {progress.phase}, step {progress.step}"
         raise RunFailure(f"{where}: {type(error).__name__}: {error}") from None
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

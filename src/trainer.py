@@ -1,17 +1,19 @@
 """How is it trained and scored? The stock trainer, mended where Whisper or several ranks need it."""
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Subset
-from transformers import EvalPrediction, Seq2SeqTrainer
+from transformers import EarlyStoppingCallback, EvalPrediction, Seq2SeqTrainer, TrainerCallback, TrainerState
 from transformers.modeling_outputs import BaseModelOutput
 
 from config import Recipe, TrainingConfig, accumulation_steps, best_metric
@@ -85,6 +87,11 @@ def build_arguments(recipe: Recipe, compute_type: torch.dtype, *, world_size: in
         "metric_for_best_model": best_metric(recipe) if wants_best else recipe.training["metric_for_best_model"],
         "greater_is_better": False,
     }
+    if recipe.training["eval_strategy"] == recipe.training["save_strategy"] == "steps":
+        # The library would take logging_steps, and a best model without a checkpoint could not come back.
+        settled["eval_steps"] = recipe.training["eval_steps"] or recipe.training["save_steps"]
+    if recipe.run.early_stopping_patience:
+        settled["restore_callback_states_from_checkpoint"] = True
     if recipe.training["gradient_checkpointing"]:
         settled["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if on_cpu:
@@ -112,6 +119,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         sets: the scored sets by name; the row ids of two sets differ.
         rows_total: set name -> rows the manifest had, dropped ones included.
     """
+
+    # The names of public methods below are the stock trainer's own.
 
     def __init__(
         self,
@@ -144,7 +153,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.texts: dict[str, list[tuple[Row, str, str | None]]] = {}
         # The same of evaluations during training, by step and set; those of the best step and of the last one.
         self.kept: dict[int, dict[str, Any]] = {}
-        self.finite_loss = FiniteLoss(self._name_rows)
+        self.expected_rows = 0
+        self.finite_loss = FiniteLoss(lambda row_ids: _name_rows([self.train_dataset.rows[i] for i in row_ids]))
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
         self.windows = 0
         self._unchecked = {"training", "evaluation"}
@@ -155,13 +165,10 @@ class WhisperTrainer(Seq2SeqTrainer):
             return nullcontext()
         return torch.autocast(self.args.device.type, self.compute_type)
 
-    def _name_rows(self, row_ids: Sequence[int]) -> str:
-        rows = [self.train_dataset.rows[i] for i in row_ids]
-        return ", ".join(f"{row.file}:{row.line} ({row.audio})" for row in rows)
-
     # --- training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as the stock trainer does, with the clocks set to zero first."""
         # Scoring before training marks the bare model as prepared; accelerate would then not wrap it, and every rank
         # would train alone, without an error.
         if hasattr(self.model, "_is_accelerate_prepared"):
@@ -191,7 +198,15 @@ class WhisperTrainer(Seq2SeqTrainer):
             "seconds": seconds["all"],
         }
 
+    def finish_at(self, checkpoint: Path) -> None:
+        """Takes weights and state of a checkpoint that holds the last step already: there is nothing left to train."""
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        load_weights(self.model, checkpoint)
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            self._load_best_model()
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock method, with the time that it waits for data taken."""
         started = time.perf_counter()
         with progress.during("data"):
             batches, items = super().get_batch_samples(*args, **kwargs)
@@ -200,12 +215,14 @@ class WhisperTrainer(Seq2SeqTrainer):
         return batches, items
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The stock step; raises RuntimeError when several processes would train without averaging."""
         progress.phase, progress.step = "forward", self.state.global_step + 1
         if self.args.world_size > 1 and not isinstance(model, DistributedDataParallel):
             raise RuntimeError("the model is not wrapped for several processes: gradients would not be averaged")
         return super().training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss of a micro-batch by `mean_token_loss`; raises FloatingPointError when one before it was not finite."""
         self._check_first_batch(inputs, "training")
         row_ids = inputs.pop("row_id")
         inputs = {name: value for name, value in inputs.items() if name not in ("language", "task")}
@@ -224,7 +241,9 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     def score(self, sets: dict[str, SpeechDataset], stage: str) -> dict[str, dict[str, Any]]:
         """Scores whole sets; gives set name -> scores, the same on every rank. `stage` is a word for the log."""
-        step = self.state.best_global_step if self.args.load_best_model_at_end else self.state.global_step
+        step = self.state.global_step
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            step = int(self.state.best_model_checkpoint.rpartition("-")[2])
         known = self.kept.get(step, {})
         if all(name in known and known[name][0]["rows_scored"] == len(rows) for name, rows in sets.items()):
             # The weights are those of an evaluation during training, which scored the same whole sets.
@@ -248,11 +267,16 @@ class WhisperTrainer(Seq2SeqTrainer):
         return F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten()).item()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The stock evaluation of one set or a dictionary of sets."""
         started = time.perf_counter()
         self.finite_loss.judge()
+        examples = kwargs.get("eval_dataset") or self.eval_dataset
+        if isinstance(examples, str):
+            examples = self.eval_dataset[examples]
+        self.expected_rows = len(examples)
         with progress.during("evaluate"):
             metrics = super().evaluate(*args, **kwargs)
-        if not isinstance(kwargs.get("eval_dataset") or self.eval_dataset, dict):
+        if not isinstance(examples, dict):
             # For a dictionary of sets the stock trainer calls this once for each.
             self.seconds["evaluate"] += time.perf_counter() - started
         return metrics
@@ -311,8 +335,13 @@ class WhisperTrainer(Seq2SeqTrainer):
         """Scores of one whole set, each row once: the gathered batches repeat rows to fill the last one."""
         table = {int(row_id): (i, loss, tokens) for i, (row_id, loss, tokens) in enumerate(prediction.label_ids)}
         row_ids = sorted(table)
+        if len(row_ids) != self.expected_rows:
+            raise RuntimeError(f"{len(row_ids)} rows came back of a set of {self.expected_rows}")
         places = [table[row_id][0] for row_id in row_ids]
         names, rows = zip(*(self.scored_rows[row_id] for row_id in row_ids), strict=True)
+        broken = [row for row_id, row in zip(row_ids, rows, strict=True) if not math.isfinite(table[row_id][1])]
+        if broken:
+            raise FloatingPointError(f"the evaluation loss is not finite on {_name_rows(broken)}")
         ids = prediction.predictions[places]
         limit = self.base.generation_config.max_length
         texts = decode_ids(ids, self.base.processor.tokenizer)
@@ -347,7 +376,30 @@ class WhisperTrainer(Seq2SeqTrainer):
         load_weights(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        load_weights(self.model, self.state.best_model_checkpoint)
+        # By its name in this run's folder, which may have been moved since.
+        load_weights(self.model, Path(self.args.output_dir) / Path(self.state.best_model_checkpoint).name)
+
+
+def _name_rows(rows: Sequence[Row]) -> str:
+    more = f" and {len(rows) - 16} more" if len(rows) > 16 else ""
+    return ", ".join(f"{row.file}:{row.line} ({row.audio})" for row in rows[:16]) + more
+
+
+class Patience(EarlyStoppingCallback):
+    """The stock early stopping, blind to evaluations of sets that do not choose the best model."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        """Counts only where the chosen score was measured."""
+        if f"eval_{args.metric_for_best_model}" in metrics:
+            super().on_evaluate(args, state, control, metrics, **kwargs)
+
+
+class RecipeSteps(TrainerCallback):
+    """Keeps the recipe's logging, evaluation and saving steps on resume, where the library takes the checkpoint's."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Computes the steps from the arguments of this run."""
+        state.compute_steps(args, state.max_steps)
 
 
 def build_examples(
