@@ -47,6 +47,7 @@ class AudioMeasure:
 
     @property
     def seconds(self) -> float:
+        """How long the clip lasts at 16 kHz, in seconds."""
         return self.samples / SAMPLE_RATE
 
 

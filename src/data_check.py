@@ -46,6 +46,7 @@ class SetCheck:
 
     @property
     def hours(self) -> float:
+        """Hours of the kept rows."""
         return self.seconds / 3600
 
     @property

@@ -16,7 +16,8 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, WhisperProcessor
 
-from config import Recipe, dump_recipe
+from config import Recipe, TrainingConfig, dump_recipe
+from device import Place, describe_place
 from faults import UserError
 from manifest import Row
 from model import ADAPTER_FILE, MODEL_FILE, BaseModel
@@ -186,6 +187,24 @@ def save_model(folder: Path, model: torch.nn.Module, base: BaseModel) -> None:
 def library_versions() -> dict[str, str]:
     """Library name -> version, Python included."""
     return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+
+
+def describe_run(recipe: Recipe, arguments: TrainingConfig, *, place: Place, compute_type: torch.dtype) -> dict[str, Any]:
+    """The parts of results.json that are known before training; the others are there, empty."""
+    return {
+        "status": "finished",
+        "world_size": place.world_size,
+        "global_batch_size": arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * place.world_size,
+        "model": recipe.model.name,
+        "quantization": recipe.model.quantization,
+        "compute_type": str(compute_type).removeprefix("torch."),
+        "place": describe_place(place),
+        "versions": library_versions(),
+        "baseline": {},
+        "final": {},
+        "train": {},
+        "paired_p_value": {},
+    }
 
 
 def write_predictions(folder: Path, stage: str, texts: dict[str, list[tuple[Row, str, str | None]]]) -> None:

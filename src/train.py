@@ -86,22 +86,12 @@ def main(argv: list[str]) -> None:
     )
 
     # 8. Scores before, training, scores after.
-    results = {
-        "status": "finished",
-        "world_size": place.world_size,
-        "global_batch_size": arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * place.world_size,
-        "model": recipe.model.name,
-        "compute_type": str(compute_type).removeprefix("torch."),
-        "place": describe_place(place),
-        "versions": output.library_versions(),
-    }
     if place.is_main:
         output.write_text(folder / output.RECIPE_FILE, dump_recipe(recipe))
-    results |= {"baseline": {}, "train": {}}
+    results = output.describe_run(recipe, arguments, place=place, compute_type=compute_type)
     if arguments.do_train:
         results |= train(recipe, trainer, folder, meeting=meeting, checked=checked)
     results["final"] = trainer.score(sets, "final")
-    results["paired_p_value"] = {}
 
     # 9. The files.
     with progress.during("save"):
