@@ -1,5 +1,6 @@
 """What is trained? Whisper with frozen weights in 8 bit or unquantised, one whole copy on this process's device, and an adapter."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -225,7 +226,9 @@ def check_adapter(recipe: Recipe, base: BaseModel) -> None:
 
 def _check_adapter_folder(whisper: torch.nn.Module, folder: str) -> None:
     try:
-        model = get_peft_model(whisper, LoraConfig.from_pretrained(folder))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a model without weights has no name
+            model = get_peft_model(whisper, LoraConfig.from_pretrained(folder))
         with safe_open(Path(folder) / ADAPTER_FILE, framework="pt") as file:
             stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except (OSError, ValueError, TypeError, SafetensorError) as error:

@@ -26,8 +26,13 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = [*re.finditer(r"^```(\w+)\n(.*?)^```$", TEXT, re.M | re.S)]
 PROSE = re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S)
 PROGRAMS = ("accelerate", "bash", "python", "source", "torchrun", "unset")
-# Started for real, in the same words, by test_faults.py and launching.launch.
-STARTED_ELSEWHERE = [["accelerate", "launch"], ["torchrun", "--standalone", "--nproc_per_node", "2"], ["python"]]
+# Started for real by test_faults.py (the first two) and by launching.launch, in these words but for port and number.
+STARTED_ELSEWHERE = [
+    ["accelerate", "launch"],
+    ["torchrun", "--standalone", "--nproc_per_node", "2"],
+    ["accelerate", "launch", "--config_file", "accelerate_config.yaml"],
+    ["python"],
+]
 LAUNCHER_OPTIONS = ("--num_processes", "--main_process_port", "--config_file", "--standalone", "--nproc_per_node")
 
 
