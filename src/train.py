@@ -70,7 +70,8 @@ def main(argv: list[str]) -> None:
     model = load_model(recipe, base, place, compute_type=compute_type)
     say(describe_model(model, recipe, compute_type))
 
-    # 7. The trainer.
+    # 7. The trainer. Scores of the untouched model are logged before the library knows where logs go.
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(folder / "logs")
     train_set, sets = build_examples(recipe, checked, labels)
     trainer = WhisperTrainer(
         model=model,

@@ -132,6 +132,13 @@ def test_two_processes_evaluate_and_save_every_step_and_keep_one_checkpoint(spee
     assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in kept[0].iterdir()}
 
 
+def test_tensorboard_logs_of_all_stages_go_into_the_output_folder(speech, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train_here(write_recipe(speech, training={"output_dir": str(tmp_path / "out"), "report_to": "tensorboard"}))
+    assert list((tmp_path / "out" / "logs").glob("events.*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_early_stopping_ends_the_run_and_says_why(speech, tmp_path):
     recipe = write_recipe(
         speech,
