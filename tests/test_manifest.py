@@ -101,7 +101,7 @@ def test_very_many_broken_lines_are_counted(tmp_path):
     "fields",
     [{"audio": None}, {"audio": {"bytes": "x"}}, {"audio": ["a.wav"]}, {"audio": True}, {"audio": "  "}]
     + [{"text": None}, {"text": ["one"]}, {"text": {"en": "one"}}, {"text": False}, {"text": "half \ud83d"}]
-    + [{"start": "soon"}, {"start": -1}, {"end": math.nan}, {"duration": math.inf}, {"start": True}, {"start": [1]}]
+    + [{"start": "soon"}, {"start": -1}, {"end": math.nan}, {"start": True}, {"start": [1]}]
     + [{"start": 2, "end": 2}, {"start": 2, "end": 1.5}, {"end": 0}, {"task": "dictate"}, {"language": ["en"]}],
     ids=str,
 )
@@ -127,6 +127,8 @@ def test_language_and_task_may_be_left_open(tmp_path, word):
 
 
 def test_times_may_be_left_open(tmp_path):
+    assert read_one(tmp_path, duration="N/A").duration is None  # a hint: no row is lost over it
+    assert read_one(tmp_path, duration=math.inf).duration is None
     row = read_one(tmp_path, start=None, end="", duration=None)
     assert (row.start, row.end, row.duration) == (None, None, None)
 
