@@ -1,6 +1,6 @@
 """How does a row become a batch? Audio is decoded and turned into log-mel features when it is needed, never stored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,14 +61,16 @@ class SpeechDataset(Dataset):
         return item
 
 
-def collate(items: list[dict[str, Any]], *, start: int, pad: int) -> dict[str, Any]:
-    """Joins examples to a batch.
+def collate(
+    items: list[dict[str, Any]], *, start: int, pad: int, features_type: torch.dtype = torch.float32, length_of: Callable[[int], int] = int
+) -> dict[str, Any]:
+    """Joins examples to a batch; `length_of` gives the length of the batch for its longest row.
 
-    Returns `input_features` (batch x mel bins x 3000, float32), `labels` (batch x length, int64, -100 behind each row's
-    own length), `decoder_input_ids` (the labels one later, beginning with `start`), `row_id` (batch, int64), the lists
+    Returns `input_features` (batch x mel bins x 3000, of `features_type`), `labels` (batch x length, int64, -100 behind each
+    row's own length), `decoder_input_ids` (the labels one later, beginning with `start`), `row_id` (batch, int64), the lists
     `language` and `task`, and `attention_mask` when the examples have one.
     """
-    length = max(len(item["labels"]) for item in items)
+    length = length_of(max(len(item["labels"]) for item in items))
     labels = torch.full((len(items), length), -100)
     decoder_input_ids = torch.full((len(items), length), pad)
     for row, item in enumerate(items):
@@ -77,7 +79,7 @@ def collate(items: list[dict[str, Any]], *, start: int, pad: int) -> dict[str, A
         decoder_input_ids[row, 0] = start
         decoder_input_ids[row, 1 : len(ids)] = ids[:-1]
     batch = {
-        "input_features": torch.from_numpy(np.stack([item["input_features"] for item in items])),
+        "input_features": torch.from_numpy(np.stack([item["input_features"] for item in items])).to(features_type),
         "labels": labels,
         "decoder_input_ids": decoder_input_ids,
         "row_id": torch.tensor([item["row_id"] for item in items]),

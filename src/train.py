@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import set_seed
 
 import output
+from compiling import arrange_computation
 from config import Recipe, best_metric, dump_recipe, load_recipe
 from console import quieten, say
 from device import Meeting, choose_compute_type, describe_place, is_main_process, join_processes, peak_memory_gib, settle_place
@@ -68,6 +69,7 @@ def main(argv: list[str]) -> None:
     # 6. The weights: a whole copy on this process's own device.
     set_seed(arguments.seed)
     model = load_model(recipe, base, place, compute_type=compute_type)
+    computation = arrange_computation(model, recipe, compute_type=compute_type)
     say(describe_model(model, recipe, compute_type))
 
     # 7. The trainer. Scores of the untouched model are logged before the library knows where logs go.
@@ -81,7 +83,7 @@ def main(argv: list[str]) -> None:
         callbacks=[LearningCheck(model), RecipeSteps()],
         place=place,
         labels=labels,
-        compute_type=compute_type,
+        computation=computation,
         sets=sets,
         rows_total={name: checked[name].rows_total for name in sets},
     )

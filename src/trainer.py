@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import AutocastKwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Subset
 from transformers import EarlyStoppingCallback, EvalPrediction, Seq2SeqTrainer, TrainerCallback, TrainerState
 from transformers.modeling_outputs import BaseModelOutput
 
+from compiling import Computation, padded_length
 from config import Recipe, TrainingConfig, accumulation_steps, best_metric
 from device import Place, check_placement
 from faults import UserError, progress
@@ -86,14 +88,15 @@ def build_arguments(recipe: Recipe, compute_type: torch.dtype, *, world_size: in
         # Where no best model is wanted, a name would make the library keep the best checkpoint in place of the newest.
         "metric_for_best_model": best_metric(recipe) if wants_best else recipe.training["metric_for_best_model"],
         "greater_is_better": False,
+        # compiling.py does both, layer by layer.
+        "torch_compile": False,
+        "gradient_checkpointing": False,
     }
     if recipe.training["eval_strategy"] == recipe.training["save_strategy"] == "steps":
         # The library would take logging_steps, and a best model without a checkpoint could not come back.
         settled["eval_steps"] = recipe.training["eval_steps"] or recipe.training["save_steps"]
     if recipe.run.early_stopping_patience:
         settled["restore_callback_states_from_checkpoint"] = True
-    if recipe.training["gradient_checkpointing"]:
-        settled["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if on_cpu:
         # Without the word, transformers 5.24 takes two processes on CPU for one.
         settled |= {"use_cpu": True, "dataloader_pin_memory": False}
@@ -115,7 +118,7 @@ class WhisperTrainer(Seq2SeqTrainer):
     Args beyond the stock ones:
         place: where this process is; batches are checked to be there once in training and once in evaluation.
         labels: builds labels, and knows the base model with its one effective generation config.
-        compute_type: the type of products in training, evaluation and generation.
+        computation: how the model computes, in training, evaluation and generation alike.
         sets: the scored sets by name; the row ids of two sets differ.
         rows_total: set name -> rows the manifest had, dropped ones included.
     """
@@ -127,22 +130,30 @@ class WhisperTrainer(Seq2SeqTrainer):
         *,
         place: Place,
         labels: LabelBuilder,
-        compute_type: torch.dtype,
+        computation: Computation,
         sets: dict[str, SpeechDataset],
         rows_total: dict[str, int],
         **stock: Any,
     ):
         args, base = stock["args"], labels.base
         super().__init__(
-            data_collator=partial(collate, start=base.config.decoder_start_token_id, pad=base.config.pad_token_id),
+            data_collator=partial(
+                collate,
+                start=base.config.decoder_start_token_id,
+                pad=base.config.pad_token_id,
+                features_type=computation.features_type,
+                length_of=padded_length if computation.compiled else int,
+            ),
             compute_loss_func=partial(mean_token_loss, label_smoothing=args.label_smoothing_factor),
             compute_metrics=self.compute_row_scores,
             processing_class=base.processor,
             **stock,
         )
+        # Accelerate wraps the model's forward by itself.
+        self.accelerator.autocast_handler = AutocastKwargs(enabled=computation.needs_autocast)
         # The loss hook smooths; the stock smoother would take the labels away first.
         self.label_smoother = None
-        self.place, self.base, self.labels, self.compute_type = place, base, labels, compute_type
+        self.place, self.base, self.labels, self.computation = place, base, labels, computation
         self.sets = sets
         self.scored_rows = {
             row_id: (name, row) for name, rows in sets.items() for row_id, row in enumerate(rows.rows, rows.first_id)
@@ -161,9 +172,9 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager:
         """The one place where products get their type: training, evaluation and generation all run inside it."""
-        if self.compute_type == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.args.device.type, self.compute_type)
+        if self.computation.needs_autocast:
+            return torch.autocast(self.args.device.type, self.computation.compute_type)
+        return nullcontext()
 
     # --- training
 

@@ -1,0 +1,92 @@
+"""How does a layer run in training? Compiled by itself, or as it stands; and what of it is kept for the backward pass.
+
+A compiler that sees the whole model breaks at every layer and takes minutes; one layer is compiled once for all its likes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
+
+from adapters import compute_in_one_type
+from attention import use_attention_without_mask
+from config import Recipe
+
+# Compiled decoders see labels padded to one of few lengths; each is one compilation.
+LABEL_LENGTHS = (32, 64, 128, 256, 448)
+# What a compiled checkpointed layer keeps: attention costs much to repeat and little to keep.
+_KEPT = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _choose_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def padded_length(length: int) -> int:
+    """The least of LABEL_LENGTHS that holds `length` tokens."""
+    return next(longest for longest in LABEL_LENGTHS if longest >= length)
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a model computes: `compute_type` is the type of its products; `needs_autocast`, whether parts of it are stored
+    in another type and meet it by autocast; `compiled`, whether training runs compiled layers."""
+
+    compute_type: torch.dtype
+    needs_autocast: bool
+    compiled: bool
+
+    @property
+    def features_type(self) -> torch.dtype:
+        """The type in which the model takes its input."""
+        return torch.float32 if self.needs_autocast else self.compute_type
+
+
+def arrange_computation(model: torch.nn.Module, recipe: Recipe, *, compute_type: torch.dtype) -> Computation:
+    """Settles how a loaded model computes, in place, and tells it."""
+    compiled = recipe.training["torch_compile"]
+    if recipe.model.attn_implementation == "sdpa":
+        use_attention_without_mask(model)
+    arrange_layers(model, compiled=compiled, checkpointed=recipe.training["gradient_checkpointing"])
+    in_one_type = compute_in_one_type(model) or compute_type == torch.float32
+    return Computation(compute_type, needs_autocast=not in_one_type, compiled=compiled)
+
+
+def arrange_layers(model: torch.nn.Module, *, compiled: bool, checkpointed: bool) -> None:
+    """Makes encoder and decoder layers run compiled, checkpointed or both where gradients are wanted; elsewhere they
+    stay as they are. Names of modules, weights and files do not change."""
+    layers = [module for module in model.modules() if isinstance(module, (WhisperEncoderLayer, WhisperDecoderLayer))]
+    for layer in layers if compiled or checkpointed else []:
+        stock = layer.forward
+        trained = stock
+        if checkpointed:
+            # Eagerly, choosing what to keep would cost more time on the host than it saves on the device.
+            chosen = {"context_fn": partial(create_selective_checkpoint_contexts, _choose_kept)} if compiled else {}
+            trained = partial(checkpoint, stock, use_reentrant=False, preserve_rng_state=_drops(layer), **chosen)
+        if compiled:
+            trained = torch.compile(trained, dynamic=False)
+        layer.forward = partial(_run, layer, stock, trained)
+
+
+def _run(layer: torch.nn.Module, stock: Callable, trained: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    run = trained if layer.training and torch.is_grad_enabled() else stock
+    return run(*args, **kwargs)
+
+
+def _drops(layer: torch.nn.Module) -> bool:
+    """Whether anything in a layer is random, so that repeating it needs the same random state."""
+    modules = [*layer.modules()]
+    return any(isinstance(module, torch.nn.Dropout) for module in modules) or any(
+        isinstance(value, float) and value > 0
+        for module in modules
+        for value in (getattr(module, name, 0) for name in ("dropout", "activation_dropout"))
+    )

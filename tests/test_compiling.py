@@ -1,0 +1,143 @@
+"""Layers compiled and checkpointed: same numbers, few compilations, nothing of a frozen weight's size kept.
+
+The graphs are those that a GPU gets; only the last stage, the making of kernels, is left out here, since it takes minutes.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from toy import build_whisper
+from transformers import BitsAndBytesConfig, WhisperForConditionalGeneration
+
+import compiling
+from adapters import compute_in_one_type
+from attention import use_attention_without_mask
+from eight_bit import use_dequantized_products
+
+WIDTH, INNER = 16, 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_whisper(tmp_path_factory.mktemp("toy"), encoder_ffn_dim=INNER, decoder_ffn_dim=INNER, encoder_layers=3, max_source_positions=1500)
+
+
+@pytest.fixture(autouse=True)
+def graphs_without_kernels(monkeypatch):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    yield
+    torch._dynamo.reset()
+
+
+def build(folder, *, compiled: bool, checkpointed: bool, dropout: float = 0.0) -> torch.nn.Module:
+    """An 8-bit toy with adapters, arranged as for training; B is not zero."""
+    model = WhisperForConditionalGeneration.from_pretrained(
+        folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map={"": "cpu"}
+    )
+    use_dequantized_products(model)
+    model.requires_grad_(False)
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=dropout))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    use_attention_without_mask(model)
+    compiling.arrange_layers(model, compiled=compiled, checkpointed=checkpointed)
+    assert compute_in_one_type(model)
+    return model.train()
+
+
+def batch(length: int = 32) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {"input_features": torch.randn(2, 80, 3000), "decoder_input_ids": torch.randint(0, 200, (2, length))}
+
+
+def losses_and_gradients(model: torch.nn.Module, **inputs: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(**inputs, use_cache=False).logits.square().mean()
+    loss.backward()
+    return [loss, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)]
+
+
+@pytest.mark.parametrize(("compiled", "checkpointed"), [(False, True), (True, False), (True, True)])
+def test_loss_and_gradients_equal_those_of_the_plain_model(folder, compiled, checkpointed):
+    plain = losses_and_gradients(build(folder, compiled=False, checkpointed=False), **batch())
+    arranged = losses_and_gradients(build(folder, compiled=compiled, checkpointed=checkpointed), **batch())
+    for value, reference in zip(arranged, plain, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_layers_keep_frozen_weights_in_8_bit(folder, checkpointed):
+    model = build(folder, compiled=True, checkpointed=checkpointed)
+    losses_and_gradients(model, **batch())
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        model(**batch(), use_cache=False)
+    frozen = {(WIDTH, WIDTH), (INNER, WIDTH), (WIDTH, INNER)}
+    weights = [tensor for tensor in kept if tuple(tensor.shape) in frozen]
+    assert weights
+    assert {tensor.dtype for tensor in weights} == {torch.int8}
+
+
+def test_checkpointed_layers_keep_less_and_attention_is_not_repeated(folder):
+    def elements_kept(checkpointed: bool) -> int:
+        model = build(folder, compiled=True, checkpointed=checkpointed)
+        losses_and_gradients(model, **batch())
+        kept: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.update({tensor.data_ptr(): tensor.numel()}) or tensor, lambda tensor: tensor
+        ):
+            model(**batch(), use_cache=False)
+        return sum(kept.values())
+
+    assert elements_kept(True) < 0.7 * elements_kept(False)
+
+
+def test_few_graphs_no_breaks_and_none_after_the_first_step_of_each_length(folder):
+    model = build(folder, compiled=True, checkpointed=False)
+    counted = []
+    for length in (32, 64, 32, 64, 32):
+        losses_and_gradients(model, **batch(length))
+        counted.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert not torch._dynamo.utils.counters["graph_break"]
+    # The first encoder layer's input needs no gradient: a graph of its own. One decoder graph a length.
+    assert counted == [3, 4, 4, 4, 4]
+
+
+def test_evaluation_and_generation_between_steps_compile_nothing(folder):
+    model = build(folder, compiled=True, checkpointed=True)
+    losses_and_gradients(model, **batch())
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    model.eval()
+    with torch.no_grad():
+        model(**batch(9), use_cache=False)
+        model.base_model.model.generate(batch()["input_features"], max_new_tokens=3)
+    model.train()
+    losses_and_gradients(model, **batch())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+def test_dropout_in_a_checkpointed_layer_is_repeated_as_it_was(folder):
+    model = build(folder, compiled=False, checkpointed=True, dropout=0.5)
+    plain = build(folder, compiled=False, checkpointed=False, dropout=0.5)
+    results = []
+    for one in (model, plain):
+        torch.manual_seed(3)
+        results.append(losses_and_gradients(one, **batch()))
+    for value, reference in zip(*results, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-6)
+
+
+def test_names_of_weights_stay_those_of_the_stock_model(folder):
+    plain = build(folder, compiled=False, checkpointed=False).state_dict()
+    assert list(build(folder, compiled=True, checkpointed=True).state_dict()) == list(plain)
+
+
+@pytest.mark.parametrize(("length", "padded"), [(1, 32), (32, 32), (33, 64), (129, 256), (448, 448)])
+def test_labels_are_padded_to_few_lengths(length, padded):
+    assert compiling.padded_length(length) == padded
