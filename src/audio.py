@@ -3,14 +3,18 @@
 Lengths are those of the decoded samples; a header is believed only where it shows that the file was cut off.
 """
 
+import io
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import soundfile
 import soxr
+
+from containers import find_fault, skip_id3, suggest_conversion
 
 SAMPLE_RATE = 16_000  # samples a second that Whisper hears
 WINDOW_SECONDS = 30  # length of the window its encoder sees
@@ -18,11 +22,9 @@ WINDOW_SAMPLES = WINDOW_SECONDS * SAMPLE_RATE  # 480000: more would be cut witho
 
 BLOCK_VALUES = 1 << 18  # values decoded at a time: 1 MiB as float32, so an hour of sound needs no more memory than a word
 SEGMENT_SLACK_SECONDS = 0.01  # a segment may end this much behind its file: transcribers round
-HEADER_SLACK_BYTES = 64  # some writers count the header among the bytes of sound
-STREAMED_BYTES = 0x7FFF_0000  # ffmpeg (0xFFFFFFFF) and sox (just under 0x7FFFF000) state such sizes when they write to a pipe
 MP3_SLACK_SECONDS = 0.1  # two frames at 16 kHz, which encoders count differently
+NO_HEADER = "this is taken for sound without a header, whose rate and coding nobody can tell; convert it to WAV or FLAC, stating both"
 UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's SF_COUNT_MAX: the file doesn't say how long it is
-CHUNK_ORDER = {b"RIFF": "little", b"RF64": "little", b"RIFX": "big", b"FORM": "big"}  # WAV, large WAV, big-endian WAV, AIFF
 
 
 class AudioError(Exception):
@@ -54,8 +56,24 @@ class AudioMeasure:
 class _ForwardSound(soundfile.SoundFile):
     """soundfile seeks after every read of a seekable file: slow, and fails for FLAC files that don't state their length."""
 
+    states_length = True
+
     def seekable(self) -> bool:
         return False
+
+
+class _LongerFile(io.FileIO):
+    """A file that claims to be far longer, so that libsndfile, which guesses the length of some MP3 files from their size and
+    stops there, goes on to their end."""
+
+    at_end = False
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at_end = whence == os.SEEK_END
+        return super().seek(offset, whence)
+
+    def tell(self) -> int:
+        return super().tell() * (1000 if self.at_end else 1)
 
 
 def load_audio(path: str, *, start: float | None = None, end: float | None = None) -> np.ndarray:
@@ -113,8 +131,11 @@ def _decode_blocks(path: str, *, start: float | None, end: float | None) -> Iter
     if not os.path.isfile(path):
         raise AudioError("unreadable", "this is not a file")
     try:
-        _refuse_cut_off_chunk(path)
-        with _ForwardSound(path) as sound:
+        if fault := find_fault(path):
+            raise AudioError("unreadable", fault)
+        with _open_sound(path) as sound:
+            if sound.format == "RAW":  # libsndfile believes names such as .vox and .gsm, whatever is in the file
+                raise AudioError("unreadable", NO_HEADER)
             first, last = _choose_frames(sound, start, end)
             if first:
                 sound.seek(first)
@@ -123,16 +144,21 @@ def _decode_blocks(path: str, *, start: float | None, end: float | None) -> Iter
             while missing and len(block := sound.read(min(missing, block_frames), dtype="float32", always_2d=True)):
                 yield sound.samplerate, block
                 missing -= len(block)
-            if missing and _is_length_promised(sound, missing):
+            slack = MP3_SLACK_SECONDS * sound.samplerate if sound.subtype.startswith("MPEG_LAYER") else 0
+            if sound.states_length and missing > slack:
                 raise AudioError("unreadable", f"cut off: {missing} of {last - first} samples are not there")
             if missing == last - first:
                 raise AudioError("empty_audio", "the file holds no samples")
             if end is not None and missing > SEGMENT_SLACK_SECONDS * sound.samplerate:
                 seconds = missing / sound.samplerate
                 raise AudioError("bad_segment", f"the segment goes to {end} s, the file ends {seconds:.3f} s earlier")
-    # TypeError: a name ending in .raw, which soundfile takes for sound without a header.
-    except (soundfile.SoundFileError, OSError, TypeError, ValueError) as error:
-        raise AudioError("unreadable", str(getattr(error, "error_string", error))) from error
+    except TypeError as error:  # a name ending in .raw
+        raise AudioError("unreadable", NO_HEADER) from error
+    except soundfile.SoundFileError as error:
+        what = str(getattr(error, "error_string", error)).rstrip(".")
+        raise AudioError("unreadable", f"{what}; if a player plays it, {suggest_conversion(path)}") from error
+    except (OSError, ValueError) as error:
+        raise AudioError("unreadable", str(error)) from error
 
 
 def _choose_frames(sound: soundfile.SoundFile, start: float | None, end: float | None) -> tuple[int, int]:
@@ -148,36 +174,21 @@ def _choose_frames(sound: soundfile.SoundFile, start: float | None, end: float |
     return first, min(last, total)
 
 
-def _refuse_cut_off_chunk(path: str) -> None:
-    """WAV and AIFF state how many bytes of sound follow. Where fewer do, libsndfile shortens the clip without a word."""
+@contextmanager
+def _open_sound(path: str) -> Iterator[_ForwardSound]:
+    """The opened file. MP3 of changing bitrate can only be counted by a header that some files lack: these are read to their end."""
+    with _ForwardSound(path) as sound:
+        sound.states_length = sound.frames != UNKNOWN_FRAMES
+        if not sound.subtype.startswith("MPEG_LAYER") or _states_mp3_length(path):
+            yield sound
+            return
+    with _LongerFile(path) as file, _ForwardSound(file) as sound:
+        sound.states_length = False
+        yield sound
+
+
+def _states_mp3_length(path: str) -> bool:
     with open(path, "rb") as file:
-        order = CHUNK_ORDER.get(file.read(12)[:4])
-        large = None
-        for _ in range(1000 if order else 0):
-            name, length = file.read(4), int.from_bytes(file.read(4), order)
-            if name == b"ds64":  # RF64 keeps the true size of its sound here, behind that of the file
-                large = int.from_bytes(file.read(16)[8:], "little")
-                length -= 16
-            elif name in (b"data", b"SSND"):
-                promised = large if large and length == 0xFFFF_FFFF else length
-                held = os.fstat(file.fileno()).st_size - file.tell()
-                if promised > held + HEADER_SLACK_BYTES and (promised == large or promised < STREAMED_BYTES):
-                    raise AudioError("unreadable", f"cut off: {held} of {promised} bytes of sound are there")
-                return
-            elif len(name) < 4:
-                return
-            file.seek(length + length % 2, os.SEEK_CUR)
-
-
-def _is_length_promised(sound: soundfile.SoundFile, missing: int) -> bool:
-    """Whether `missing` frames mean a cut file: for MP3 files without a Xing or Info header, libsndfile only guesses a length."""
-    if sound.format != "MP3":
-        return sound.frames != UNKNOWN_FRAMES
-    with open(sound.name, "rb") as file:
-        tag = file.read(10)
-        if tag[:3] == b"ID3":  # its size is in the last four bytes, seven bits each
-            file.seek(sum(byte << shift for byte, shift in zip(tag[6:], (21, 14, 7, 0), strict=False)), os.SEEK_CUR)
-        else:
-            file.seek(0)
-        first_frame = file.read(1500)
-    return missing > MP3_SLACK_SECONDS * sound.samplerate and (b"Xing" in first_frame or b"Info" in first_frame)
+        skip_id3(file)
+        start = file.read(1 << 16).lstrip(b"\0")[:1500]  # some files begin with blank bytes
+    return b"Xing" in start or b"Info" in start

@@ -69,10 +69,12 @@ class DataSource:
     """One manifest.
 
     Args:
-        path: a .jsonl file, relative to the working directory; audio paths in it are relative to the manifest.
+        path: a .jsonl, .csv or .tsv file, or a folder with metadata.jsonl, .csv or .tsv; relative to the working directory.
+        audio_folder: what audio paths are relative to, itself relative to the manifest; null: next to the manifest.
     """
 
     path: str
+    audio_folder: str | None = None
 
 
 @dataclass
@@ -756,11 +758,14 @@ def dump_recipe(recipe: Recipe) -> str:
     def section(config: Any) -> dict[str, Any]:
         return {f.name: _plain(getattr(config, f.name)) for f in fields(config)}
 
+    def source_keys(source: DataSource) -> dict[str, Any]:
+        return {key: value for key, value in section(source).items() if value is not None}
+
     # Accumulation follows from the global batch size; both together would be refused.
     left_out = (*SECRETS, "gradient_accumulation_steps") if recipe.run.global_batch_size else SECRETS
     data = section(recipe.data)
-    data["train"] = [section(source) for source in recipe.data.train]
-    data["validation"] = {name: section(source) for name, source in recipe.data.validation.items()}
+    data["train"] = [source_keys(source) for source in recipe.data.train]
+    data["validation"] = {name: source_keys(source) for name, source in recipe.data.validation.items()}
     sections = {
         "model": section(recipe.model),
         "lora": recipe.lora,

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from audio import SAMPLE_RATE, WINDOW_SAMPLES, AudioError, AudioMeasure, measure_audio
 from manifest import BadRow, Row
 
-CHECK_VERSION = 1  # counts up whenever the same bytes would be measured differently, so that older cached measures are not used
+CHECK_VERSION = 2  # counts up whenever the same bytes would be measured differently, so that older cached measures are not used
 SILENT_PEAK = 1e-3  # -60 dBFS: the loudest sample is 33 of 32768, room noise in any microphone recording is above it
 DURATION_SLACK_SECONDS = 0.5  # a manifest's duration may be off by this much before the row is listed
 PLACEHOLDER = re.compile(r"<[^\W\d_][\w -]*>|\[[^\W\d_][\w -]*\]")  # <UNK>, [noise]: marks that would be learnt as words

@@ -1,4 +1,4 @@
-"""Reads manifests: one JSON object a line, every value taken as the text it is, every fault named by file and line."""
+"""Reads manifests: the records of a table become rows, every value taken as the text it is, every fault named by file and line."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sys import intern
 
 from faults import UserError
+from tables import SHOWN_FAULTS, find_table, read_records
 
 KNOWN_COLUMNS = {  # names that public speech sets use
     "audio": ("audio", "audio_filepath", "audio_path", "path", "wav", "wav_path", "file_name", "filename"),
@@ -17,7 +18,6 @@ KNOWN_COLUMNS = {  # names that public speech sets use
 }
 TASKS = ("transcribe", "translate")
 NOT_SET = ("", "None", "null", "none")  # for language and task, which tables often fill with such words
-SHOWN_FAULTS = 20  # messages shown of a file that isn't JSON lines at all
 
 logger = logging.getLogger(__name__)
 
@@ -57,18 +57,20 @@ class _FieldError(Exception):
 
 
 def read_manifest(
-    path: str, *, audio_column: str | None = None, text_column: str | None = None
+    path: str, *, audio_folder: str | None = None, audio_column: str | None = None, text_column: str | None = None
 ) -> tuple[list[Row], list[BadRow]]:
-    """The rows of a .jsonl manifest in order, and apart the rows with a field that cannot be used (reason bad_field).
+    """The rows of a .jsonl, .csv or .tsv manifest in order, and apart the rows with a field that cannot be used (reason bad_field).
 
-    UTF-8 with an optional byte-order mark; blank lines are skipped and counted. A column that isn't named is one of the
-    well-known names if exactly one is there. Whether the sound exists is for the check to tell.
-    Raises UserError with every fault that makes the file unusable: file, line and column.
+    `path` may be a folder with one of metadata.jsonl, metadata.csv and metadata.tsv. Audio paths are relative to `audio_folder`,
+    itself relative to the manifest; None: next to it. UTF-8 with an optional byte-order mark; blank lines are skipped and counted,
+    and an empty field is not set. A column that isn't named is one of the well-known names if exactly one is there.
+    Whether the sound exists is for the check to tell. Raises UserError with every fault that makes the file unusable.
     """
-    path = str(path)
-    if not path.lower().endswith((".jsonl", ".json")):
-        raise UserError(f"{path}: manifests are read as .jsonl: one JSON object a line, with audio and text")
-    records = _read_records(path)
+    path = find_table(str(path))
+    folder = os.path.join(os.path.dirname(path), audio_folder or "")
+    if audio_folder and not os.path.isdir(folder):
+        raise UserError(f"{path}: audio_folder: there is no folder {folder}; it is relative to the manifest")
+    records = read_records(path)
     if not records:
         raise UserError(f"{path}: there are no rows in this file")
     audio_column, text_column = _choose_columns(path, records, audio=audio_column, text=text_column)
@@ -76,61 +78,11 @@ def read_manifest(
     for index, (line, record) in enumerate(records):
         records[index] = None  # a million records as dictionaries and as rows would not both fit
         try:
-            rows.append(_build_row(record, path, line=line, audio_column=audio_column, text_column=text_column))
+            rows.append(_build_row(record, (path, line), folder=folder, audio_column=audio_column, text_column=text_column))
         except _FieldError as error:
             audio = record.get(audio_column)
             bad_rows.append(BadRow(path, line, _as_valid_text(audio) if isinstance(audio, str) else "", "bad_field", str(error)))
     return rows, bad_rows
-
-
-def _read_records(path: str) -> list[tuple[int, dict]]:
-    """(line, object) for every line that isn't blank; raises UserError with all faults."""
-    decoder = json.JSONDecoder(object_pairs_hook=_build_record, parse_int=str, parse_float=str, parse_constant=str)
-    records, problems = [], []
-    try:
-        with open(path, "rb") as file:
-            for number, content in enumerate(file, 1):  # bytes are split at \n alone: U+2028 stays in its text
-                if number == 1:
-                    content = content.removeprefix(b"\xef\xbb\xbf")
-                content = content.rstrip(b"\r\n")
-                if not content.strip():
-                    continue
-                try:
-                    record = decoder.decode(content.decode("utf-8"))
-                    if not isinstance(record, dict):
-                        raise _FieldError("1: this is no JSON object; every line must be one: {\"audio\": ..., \"text\": ...}")
-                    records.append((number, record))
-                except (ValueError, RecursionError, _FieldError) as error:
-                    problems.append(f"{path}:{number}:{_describe_fault(content, error)}")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
-    if problems:
-        more = len(problems) - SHOWN_FAULTS
-        raise UserError(*problems[:SHOWN_FAULTS], *([f"{path}: and {more} more lines that cannot be read"] if more > 0 else []))
-    return records
-
-
-def _build_record(pairs: list[tuple[str, object]]) -> dict:
-    record = {intern(key): value for key, value in pairs}
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise _FieldError(f"1: the key '{_as_valid_text(twice)}' is there twice")
-    return record
-
-
-def _describe_fault(content: bytes, error: Exception) -> str:
-    """COLUMN: what is wrong with a line that isn't one JSON object in UTF-8."""
-    if isinstance(error, UnicodeDecodeError):
-        column = len(content[: error.start].decode("utf-8")) + 1
-        return f"{column}: this is not UTF-8 (byte 0x{content[error.start]:02x}); save the file as UTF-8"
-    if isinstance(error, json.JSONDecodeError):
-        if error.msg == "Extra data":
-            return f"{error.colno}: something follows the JSON value; every line must be one object"
-        return f"{error.colno}: {error.msg}; every line must be one whole JSON object"
-    if isinstance(error, RecursionError):
-        return "1: lists or objects are nested too deeply"
-    return str(error)
 
 
 def _choose_columns(path: str, records: list[tuple[int, dict]], **wanted: str | None) -> list[str]:
@@ -153,14 +105,14 @@ def _choose_columns(path: str, records: list[tuple[int, dict]], **wanted: str | 
     return chosen
 
 
-def _build_row(record: dict, path: str, *, line: int, audio_column: str, text_column: str) -> Row:
+def _build_row(record: dict, place: tuple[str, int], *, folder: str, audio_column: str, text_column: str) -> Row:
     """Raises _FieldError for a value that cannot be used."""
     audio = _require_text(record, audio_column).strip()
     if not audio:
         raise _FieldError(f"{audio_column} is empty")
-    row = Row(_find_file(audio, os.path.dirname(path)), _require_text(record, text_column), path, line)
+    row = Row(_find_file(audio, folder), _require_text(record, text_column), *place)
     for column, value in record.items():
-        if value is None or column == audio_column or column == text_column:
+        if value is None or value == "" or column == audio_column or column == text_column:
             continue
         if column in ("start", "end"):
             setattr(row, column, _read_seconds(column, value))
@@ -194,9 +146,7 @@ def _require_text(record: dict, column: str) -> str:
     return value
 
 
-def _read_seconds(column: str, value: object) -> float | None:
-    if value == "":
-        return None
+def _read_seconds(column: str, value: object) -> float:
     try:
         seconds = float(value) if isinstance(value, str) else math.nan
     except ValueError:

@@ -80,7 +80,9 @@ def _read_sets(sources: dict[str, list[DataSource]], data: DataConfig) -> dict[s
         bad: list[BadRow] = []
         for source in listed:
             try:
-                more, worse = read_manifest(source.path, audio_column=data.audio_column, text_column=data.text_column)
+                more, worse = read_manifest(
+                    source.path, audio_folder=source.audio_folder, audio_column=data.audio_column, text_column=data.text_column
+                )
             except UserError as error:
                 problems += error.problems
                 continue

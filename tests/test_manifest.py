@@ -5,11 +5,9 @@ import math
 import unicodedata
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from faults import UserError
-from manifest import BadRow, Row, read_manifest
+from manifest import Row, read_manifest
 
 GOOD = '{"audio": "a.wav", "text": "one"}'
 
@@ -212,46 +210,3 @@ def test_what_cannot_be_read_is_named(tmp_path, name):
     (tmp_path / "folder").mkdir()
     (problem,) = problems_of(str(tmp_path / name))
     assert name in problem
-
-
-GOOD_MANIFEST = "\n".join(
-    json.dumps(row, ensure_ascii=False)
-    for row in (
-        {"audio": "a.wav", "text": "one", "language": "en", "duration": 1.5},
-        {"audio": "é.wav", "text": "दो", "start": 0, "end": 2, "task": "transcribe"},
-        {"audio": "c\\d.wav", "text": "three \u2028 \U0001f600", "place": None},
-    )
-).encode()
-
-
-@st.composite
-def mutated_manifests(draw) -> bytes:
-    content = bytearray(GOOD_MANIFEST)
-    for _ in range(draw(st.integers(1, 6))):
-        at = draw(st.integers(0, len(content) - 1))
-        kind = draw(st.sampled_from(("flip", "insert", "delete")))
-        if kind == "flip":
-            content[at] ^= 1 << draw(st.integers(0, 7))
-        elif kind == "insert":
-            content[at:at] = draw(st.sampled_from((b"\n", b'"', b"{", b"}", b"\\", b"\\ud83d", b"\\u0000", b"null", b"[", b"\xff", b",")))
-        else:
-            del content[at]
-    return bytes(content)
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(content=mutated_manifests())
-def test_a_damaged_manifest_gives_rows_or_a_user_error(tmp_path, content):
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(content)
-    try:
-        rows, bad_rows = read_manifest(str(path))
-    except UserError as error:
-        str(error).encode()
-        assert all(problem.startswith(str(path)) for problem in error.problems)
-        return
-    assert all(isinstance(row, Row) for row in rows) and all(isinstance(row, BadRow) for row in bad_rows)
-    assert len(rows) + len(bad_rows) == sum(bool(line.strip()) for line in content.split(b"\n"))
-    repr([*rows, *bad_rows]).encode()
-    for row in [*rows, *bad_rows]:
-        (row.audio + getattr(row, "text", "") + getattr(row, "detail", "")).encode()

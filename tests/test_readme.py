@@ -87,7 +87,7 @@ def split_launcher(words: list[str]) -> tuple[list[str], list[str]]:
 def test_every_command_falls_under_a_rule():
     assert [words for words in commands() if kind(words) is None] == []
     assert {kind(words) for words in commands()} == {"train", "script", "fetch", "activate", "unset"}
-    assert {block[1] for block in BLOCKS} <= {"bash", "json"}  # a command must not hide in a block of another kind
+    assert {block[1] for block in BLOCKS} <= {"bash", "csv", "json"}  # a command must not hide in a block of another kind
 
 
 def shrink(path: Path, world: Path) -> list[str]:
@@ -346,13 +346,18 @@ def test_every_recipe_is_named():
 # --- manifests, output, credits ----------------------------------------------------------------------------------
 
 
-def test_the_manifest_shown_is_read_and_every_row_is_good(tmp_path):
-    (example,) = [block[2] for block in BLOCKS if block[1] == "json"]
-    (tmp_path / "train.jsonl").write_text(example, encoding="utf-8")
-    for line in example.splitlines():
+@pytest.mark.parametrize("form", ["json", "csv"])
+def test_the_manifest_shown_is_read_and_every_row_is_good(tmp_path, form):
+    for shown, ending in (("json", "jsonl"), ("csv", "csv")):
+        (example,) = [block[2] for block in BLOCKS if block[1] == shown]
+        (tmp_path / f"train.{ending}").write_text(example, encoding="utf-8")
+    for line in (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         write_clip(tmp_path / row["audio"], seconds=row.get("end", 1.0))
-    rows, bad = read_manifest(str(tmp_path / "train.jsonl"))
+    rows, bad = read_manifest(str(tmp_path / f"train.{'jsonl' if form == 'json' else form}"))
+    assert [(row.text, row.start, row.extra) for row in rows] == [
+        (row.text, row.start, row.extra) for row in read_manifest(str(tmp_path / "train.jsonl"))[0]
+    ]
     check = check_rows(
         rows, name="train", reader_bad_rows=bad, find_label_problem=lambda row: None, min_seconds=0.1, max_seconds=30.0, cache_folder=None
     )
