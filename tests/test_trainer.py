@@ -5,12 +5,21 @@ import logging
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import EvalPrediction
 
+import trainer
+from config import TrainingConfig
 from faults import UserError
 from launching import train_here, write_recipe
+from manifest import Row
 from toy import build_whisper, write_manifest, write_speech
 from trainer import WhisperTrainer
 
@@ -150,3 +159,64 @@ def test_a_run_without_one_real_step_fails(speech, tmp_path):
     recipe = write_recipe(speech, run={"baseline": False}, training={"output_dir": str(tmp_path / "out"), "max_steps": 1, "warmup_steps": 5})
     with pytest.raises(RuntimeError, match="no step changed the model"):
         train_here(recipe, "--training.load_best_model_at_end", "false", "--training.eval_strategy", "no", "--training.save_strategy", "no")
+
+
+# --- whatever the set, the batch and the number of processes -----------------------------------------------------
+
+
+def batches_by_rank(count: int, *, batch: int, processes: int, shuffled: bool) -> list[list[list[int]]]:
+    """The row numbers that each rank is given, batch by batch, by the loader that the stock trainer prepares."""
+    even = TrainingConfig(output_dir="out", use_cpu=True).accelerator_config.even_batches
+    generator = torch.Generator()
+    ranks = []
+    for rank in range(processes):
+        loader = DataLoader(range(count), batch, shuffle=shuffled, generator=generator.manual_seed(7))
+        own = prepare_data_loader(loader, num_processes=processes, process_index=rank, even_batches=even)
+        ranks.append([numbers.tolist() for numbers in own.base_dataloader])
+    return ranks
+
+
+SPLITS = {"count": st.integers(1, 40), "batch": st.integers(1, 6), "processes": st.integers(1, 5)}
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(**SPLITS, shuffled=st.booleans())
+def test_rule_2_ranks_do_equally_many_batches_of_equal_size_and_leave_no_row_out(count, batch, processes, shuffled):
+    ranks = batches_by_rank(count, batch=batch, processes=processes, shuffled=shuffled)
+    sizes = [[len(numbers) for numbers in batches] for batches in ranks]
+    assert all(own == sizes[0] for own in sizes)
+    assert {number for batches in ranks for numbers in batches for number in numbers} == set(range(count))
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(**SPLITS)
+def test_rule_12_each_row_is_scored_once_with_its_own_text_and_loss_however_a_set_is_split(count, batch, processes):
+    ranks = batches_by_rank(count, batch=batch, processes=processes, shuffled=False)
+    gathered = [number for step in zip(*ranks, strict=True) for numbers in step for number in numbers]
+    first_id = 100
+    rows = [Row(f"{i}.wav", f"text {i}", "dev.jsonl", i + 1) for i in range(count)]
+    seen = {}
+
+    def keep(references, hypotheses, **_):
+        seen.update(zip(references, hypotheses, strict=True))
+        return {"rows": len(references)}
+
+    scored = SimpleNamespace(
+        expected_rows=count,
+        scored_rows={first_id + i: ("dev", row) for i, row in enumerate(rows)},
+        base=SimpleNamespace(generation_config=SimpleNamespace(max_length=4), processor=SimpleNamespace(tokenizer=None)),
+        labels=SimpleNamespace(language_of=lambda row: "en"),
+        texts={},
+        scores={},
+        rows_total={"dev": count},
+        is_in_train=False,
+    )
+    table = np.array([[first_id + i, 2.0 * i, 2.0] for i in gathered])
+    ids = np.array([[i, -100] for i in gathered])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "compute_scores", keep)
+        patch.setattr(trainer, "decode_ids", lambda ids, tokenizer: [f"text {own[0]}" for own in ids])
+        result = WhisperTrainer.compute_row_scores(scored, EvalPrediction(ids, table))
+    assert result["rows"] == count
+    assert seen == {row.text: row.text for row in rows}
+    assert result["loss"] == pytest.approx(sum(2.0 * i for i in range(count)) / (2 * count))
