@@ -22,6 +22,7 @@ from faults import UserError, progress
 from labels import LabelBuilder
 from manifest import Row
 from model import load_weights
+from output import write_checksums
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
 from speech import SpeechDataset, collate
@@ -369,6 +370,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.finite_loss.judge()
         with progress.during("save"):
             super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                write_checksums(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
         self.seconds["save"] += time.perf_counter() - started
 
     # The stock trainer lets peft read an adapter to the default device, which is card 0 on every rank.
