@@ -92,5 +92,6 @@ def test_the_demo_runs_in_a_session_on_real_weights(run_cells, tmp_path):
         write_manifest(tmp_path / f"{name}.jsonl", [row | {"audio": str(DEMO / row["audio"])} for row in rows])
     steps = " ".join(f"--training.{key} 1" for key in ("max_steps", "eval_steps", "save_steps"))
     sets = f"--data.train {tmp_path / 'train.jsonl'} --data.validation.heldout {tmp_path / 'heldout.jsonl'}"
-    results = run_cells("demo", f"{steps} --training.warmup_steps 0 --run.baseline false", sets)
-    assert results["train"]["steps"] == 1 and results["final"]["heldout"]["wer"] < 50
+    results = run_cells("demo", f"{steps} --training.warmup_steps 0 --training.generation_max_length 12 --run.baseline false", sets)
+    assert results["train"]["steps"] == 1
+    assert results["final"]["heldout"]["loss"] < 4  # guessing would be 10.9
