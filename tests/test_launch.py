@@ -137,7 +137,7 @@ def test_two_processes_evaluate_and_save_every_step_and_keep_one_checkpoint(spee
     kept = checkpoints(tmp_path / "out")
     assert [path.name for path in kept] == ["checkpoint-5"]
     assert find_damage(kept[0]) is None
-    assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in kept[0].iterdir()}
+    assert {"tokenizer.json", "processor_config.json", "checksums.json"} <= {path.name for path in kept[0].iterdir()}
 
 
 def test_tensorboard_logs_of_all_stages_go_into_the_output_folder(speech, tmp_path, monkeypatch):
