@@ -6,6 +6,7 @@ import platform
 import re
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import GenerationConfig, WhisperProcessor
 
 from config import Recipe, TrainingConfig, dump_recipe
@@ -24,6 +25,9 @@ from model import ADAPTER_FILE, MODEL_FILE, BaseModel
 from scores import count_word_errors, paired_p_value
 
 RECIPE_FILE, RESULTS_FILE, BASELINE_FILE, STATE_FILE = "recipe.yaml", "results.json", "baseline.json", "trainer_state.json"
+CHECKSUMS_FILE = "checksums.json"
+# What a resumed run reads and one process writes; random states of several ranks are left to the checksums in their zip format.
+CHECKED_FILES = (ADAPTER_FILE, MODEL_FILE, "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE_FILE)
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "evaluate", "jiwer", "librosa")
 
 
@@ -49,8 +53,23 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
+def compute_checksum(path: Path) -> int:
+    """CRC-32 of a file: it stands against disks and copies, not against people, and is fast on gigabytes."""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def write_checksums(checkpoint: Path) -> None:
+    """Writes the checksums of what a resumed run reads: safetensors and JSON have none of their own."""
+    paths = [path for path in map(checkpoint.joinpath, CHECKED_FILES) if path.is_file()]
+    write_json(checkpoint / CHECKSUMS_FILE, {path.name: compute_checksum(path) for path in paths})
+
+
 def find_damage(checkpoint: Path) -> str | None:
-    """What makes a checkpoint unusable; None for a complete one. The trainer's state is the last file written."""
+    """What makes a checkpoint unusable; None for a complete one. Without checksums (a run ended while it wrote them) only its form tells."""
     weights = next((checkpoint / name for name in (ADAPTER_FILE, MODEL_FILE) if (checkpoint / name).is_file()), None)
     if weights is None:
         return "it holds no weights"
@@ -58,13 +77,17 @@ def find_damage(checkpoint: Path) -> str | None:
         json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         with safe_open(weights, framework="pt") as file:
             file.keys()
+        if (checkpoint / CHECKSUMS_FILE).is_file():
+            for name, expected in json.loads((checkpoint / CHECKSUMS_FILE).read_text(encoding="utf-8")).items():
+                if name not in CHECKED_FILES or compute_checksum(checkpoint / name) != expected:
+                    return f"{name} is damaged"
         states = [path.name for path in checkpoint.glob("rng_state*.pth")]
         for name in ("optimizer.pt", "scheduler.pt", *states):
             with zipfile.ZipFile(checkpoint / name) as file:
                 if file.testzip():
                     return f"{name} is damaged"
-    except (OSError, ValueError, SafetensorError, zipfile.BadZipFile) as error:
-        return str(error)
+    except Exception as error:  # a damaged file makes its reader raise whatever it meets
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return None
 
 

@@ -22,12 +22,13 @@ from compiling import arrange_computation
 from config import Recipe, best_metric, dump_recipe, load_recipe
 from console import quieten, say
 from device import Meeting, choose_compute_type, describe_place, is_main_process, join_processes, peak_memory_gib, settle_place
+from estimates import find_shared_memory_shortage
 from faults import RunFailure, UserError, progress
 from labels import LabelBuilder
 from learning import LearningCheck, check_saved_weights
 from model import check_adapter, describe_generation, describe_model, load_model, read_base_model
 from sets import CheckedSet, check_sets, describe_plan
-from trainer import Patience, RecipeSteps, WhisperTrainer, build_arguments, build_examples, thin_out
+from trainer import ExplodingLoss, Patience, RecipeSteps, WhisperTrainer, build_arguments, build_examples, thin_out
 
 # Ranks come to the same mistake within the spread of their imports; one that is only another rank's is told after it.
 SECONDS_FOR_THE_MAIN_PROCESS = 20
@@ -62,6 +63,7 @@ def main(argv: list[str]) -> None:
         checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder, with_training=arguments.do_train)
     if arguments.do_train:
         say(describe_plan(checked["train"], arguments, place=place))
+    say(find_shared_memory_shortage(arguments, mel_bins=base.config.num_mel_bins, place=place))
     if recipe.check_only:
         say(f"--check: this run can start: accelerate launch src/train.py {shlex.join(w for w in argv if w != '--check')}")
         return
@@ -80,7 +82,7 @@ def main(argv: list[str]) -> None:
         args=arguments,
         train_dataset=train_set,
         eval_dataset={name: thin_out(examples, recipe.run.max_eval_samples) for name, examples in sets.items()},
-        callbacks=[LearningCheck(model), RecipeSteps()],
+        callbacks=[LearningCheck(model), RecipeSteps(), ExplodingLoss(base.config.vocab_size)],
         place=place,
         labels=labels,
         computation=computation,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import AutocastKwargs
@@ -24,6 +25,7 @@ from faults import UserError, progress
 from labels import LabelBuilder
 from manifest import Row
 from model import load_weights
+from output import write_checksums
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
 from speech import SpeechDataset, collate
@@ -73,6 +75,25 @@ class FiniteLoss:
             event.synchronize()
         if not torch.isfinite(value):
             raise FloatingPointError(f"the loss is {value.item()} on {self.row_names(row_ids.tolist())}")
+
+
+class ExplodingLoss(TrainerCallback):
+    """Stops a run that unlearns: a logged loss over three times the first one and over ln(vocabulary), that of guessing.
+
+    No text is that bad by itself, so a hard batch is no alarm. Logged losses are means over all ranks: all stop at once.
+    """
+
+    def __init__(self, vocabulary: int):
+        self.guessing = math.log(vocabulary)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises FloatingPointError when the loss just logged has exploded; what an earlier part of the run logged counts."""
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        if "loss" in state.log_history[-1] and losses[-1] > max(3 * losses[0], self.guessing):
+            raise FloatingPointError(
+                f"the loss went from {losses[0]:.2f} to {losses[-1]:.2f}, worse than guessing ({self.guessing:.2f}); "
+                "lower training.learning_rate"
+            )
 
 
 def build_arguments(recipe: Recipe, compute_type: torch.dtype, *, world_size: int, on_cpu: bool) -> TrainingConfig:
@@ -380,7 +401,16 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.finite_loss.judge()
         with progress.during("save"):
             super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                write_checksums(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
         self.seconds["save"] += time.perf_counter() - started
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # numpy 1 and 2 call one function by two names in their files, and safe loading takes only that of the version at hand.
+        rebuild = np.random.get_state()[1].__reduce__()[0]
+        names = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+        with torch.serialization.safe_globals(names):
+            super()._load_rng_state(checkpoint)
 
     # The stock trainer lets peft read an adapter to the default device, which is card 0 on every rank.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:

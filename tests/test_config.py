@@ -598,3 +598,70 @@ def test_any_text_is_a_recipe_or_the_users_mistake_told_in_single_lines(read, ch
     else:
         assert isinstance(recipe, Recipe)
         assert read(dump_recipe(recipe)) == recipe
+
+
+@pytest.fixture(scope="module")
+def remembering():
+    """The parser judges one value of one key at a time and alike each time, so what it said of a value is not asked twice."""
+    parser, said = build_parser(), {}
+    parse = parser.parse_object
+
+    def remember(given, **how):
+        key = repr(given)
+        if key not in said:
+            try:
+                said[key] = parse(given, **how)
+            except Exception as error:
+                said[key] = error
+        if isinstance(said[key], Exception):
+            raise said[key]
+        return said[key]
+
+    config._defaults()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parser, "parse_object", remember)
+        yield
+
+
+LINES = GOOD.splitlines()
+KEYS = [line.strip().partition(":")[0] for line in LINES]
+VALUES = ["", "null", "None", "true", "-1", "0", "1e400", ".nan", "[]", "[1, a]", "{}", "{path: x}", "[[]]", "a b", "é", "'", "*x", "!!python/object:os.system"]
+
+
+def mutate(lines: list[str], how: str, at: int, other: int) -> list[str]:
+    """The lines with the one at a place left out, doubled, after another one, indented, with another value or key, or cut."""
+    at %= len(lines)
+    key, _, value = lines[at].partition(":")
+    indent = key[: len(key) - len(key.lstrip())]
+    instead = {
+        "out": [],
+        "twice": [lines[at]] * 2,
+        "after another": [LINES[other % len(LINES)], lines[at]],
+        "indented": [" " * (other % 6) + lines[at].lstrip()],
+        "value": [f"{key}: {VALUES[other % len(VALUES)]}"],
+        "key": [f"{indent}{KEYS[other % len(KEYS)]}:{value}"],
+        "cut": [lines[at][: other % (len(lines[at]) + 1)]],
+        "sign": [lines[at].replace(" ", SIGNS[other % len(SIGNS)])],
+    }[how]
+    return lines[:at] + instead + lines[at + 1 :] or [""]
+
+
+HOW = st.sampled_from(["out", "twice", "after another", "indented", "value", "key", "cut", "sign"])
+MUTATIONS = st.lists(st.tuples(HOW, st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=3)
+
+
+@settings(QUICK, max_examples=2500)
+@given(mutations=MUTATIONS)
+def test_rule_4_any_mutated_recipe_is_a_recipe_or_the_users_mistake_with_file_and_line(remembering, read, mutations):
+    lines = LINES
+    for mutation in mutations:
+        lines = mutate(lines, *mutation)
+    try:
+        recipe = read("\n".join(lines))
+    except UserError as error:
+        for problem in error.problems:
+            # Only what is missing altogether has no line.
+            assert re.match(r"/\S+/recipe\.yaml(:\d+){1,2}: \S", problem) or "missing" in problem or "a recipe is a mapping" in problem, problem
+            assert len(problem.splitlines()) == 1
+    else:
+        assert isinstance(recipe, Recipe)

@@ -6,10 +6,12 @@ import os
 import numpy as np
 import pytest
 import soundfile
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import data_check
-from audio import SAMPLE_RATE
-from data_check import SetCheck, check_rows, describe, judge_set, write_data_report
+from audio import SAMPLE_RATE, AudioMeasure
+from data_check import SetCheck, check_rows, describe, find_clip_problem, judge_set, write_data_report
 from manifest import BadRow, Row, read_manifest
 
 
@@ -267,3 +269,87 @@ def test_the_page_escapes_what_rows_hold_and_needs_nothing_else(tmp_path):
     page = (tmp_path / "data_report.html").read_text(encoding="utf-8")
     assert "<script" not in page and "&lt;script&gt;" in page and "a &amp; b" in page
     assert "http" not in page and "src=" not in page
+
+
+# --- whatever the clips ------------------------------------------------------------------------------------------
+
+CLIPS = {  # name -> the reason for which a row with this clip and a text is dropped
+    "good.wav": None,
+    "good.flac": None,
+    "exactly30.wav": None,
+    "over30.wav": "too_long",
+    "short.wav": "too_short",
+    "silent.wav": "silent",
+    "text.wav": "unreadable",
+    "cut.wav": "unreadable",
+    "nan.wav": "non_finite",
+    "empty.wav": "empty_audio",
+    "missing.wav": "missing_file",
+}
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    for name in ("good.wav", "good.flac", "cut.wav"):
+        write_clip(folder, name)
+    (folder / "cut.wav").write_bytes((folder / "cut.wav").read_bytes()[:5000])
+    (folder / "text.wav").write_text("this is not sound\n")
+    for name, wave in {
+        "exactly30.wav": make_tone(30),
+        "over30.wav": np.append(make_tone(30), np.float32(0)),
+        "short.wav": make_tone(0.1)[:-1],
+        "silent.wav": np.zeros(SAMPLE_RATE, np.float32),
+        "empty.wav": np.zeros(0, np.float32),
+    }.items():
+        write_clip(folder, name, wave)
+    write_clip(folder, "nan.wav", np.array([np.nan] * SAMPLE_RATE, np.float32), subtype="FLOAT")
+    return folder
+
+
+ROWS = st.lists(
+    st.fixed_dictionaries({
+        "audio": st.sampled_from(list(CLIPS)),
+        "text": st.sampled_from(["one", "NA", "", "<UNK>"]),
+        "duration": st.sampled_from([0, 0.5, 29, 31, -1, "N/A", None]),
+    }),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(rows=ROWS)
+def test_rules_7_and_8_any_mix_of_clips_is_used_or_dropped_row_by_row_for_what_was_decoded(clips, rows):
+    found = check(
+        write_manifest(clips, *rows), find_label_problem=lambda row: None if row.text else ("empty_text", "")
+    )
+    expected = {}
+    for line, own in enumerate(rows, 1):
+        reason = CLIPS[own["audio"]]
+        if not own["text"] and reason in (None, "silent"):
+            reason = "empty_text"
+        if reason:
+            expected[line] = reason
+    assert reasons(found) == expected
+    assert found.rows_read == len(rows) == len(found.rows) + len(found.bad_rows)
+    assert sum(found.dropped.values()) == len(found.bad_rows)
+    assert [row.line for row in found.rows] == [line for line in range(1, len(rows) + 1) if line not in expected]
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    shortest=st.floats(0, 29.9),
+    spread=st.floats(0, 30),
+    off=st.integers(-2, 2),
+    which=st.sampled_from(["shortest", "longest", "window"]),
+)
+def test_rule_6_a_clip_of_exactly_a_limit_stays_and_one_sample_beyond_it_goes(shortest, spread, off, which):
+    longest = min(30.0, shortest + spread)
+    limit = {"shortest": shortest, "longest": longest, "window": 30.0}[which]
+    samples = max(1, round(limit * SAMPLE_RATE) + off)
+    measure = AudioMeasure(samples, SAMPLE_RATE, 1, 0.5, 0.5, True)
+    problem = find_clip_problem(Row("a.wav", "a", "t.jsonl", 1), measure, min_seconds=shortest, max_seconds=longest)
+    reason = problem[0] if problem else None
+    least, most = round(shortest * SAMPLE_RATE), round(longest * SAMPLE_RATE)
+    assert reason == ("too_short" if samples < least else "too_long" if samples > most else None)

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from config import TrainingConfig, load_recipe
 from device import (
@@ -87,6 +89,26 @@ def test_a_rank_that_is_no_number_is_refused_by_its_name(monkeypatch, name, valu
         monkeypatch.setenv(key, number)
     with pytest.raises(UserError, match=f"^{name}={value} in the environment: a whole number"):
         settle_place(use_cpu=True)
+
+
+RANKS = st.integers(-1, 9).map(str) | st.sampled_from(["", " 1", "one", "1.0", "٣"])
+ENVIRONS = st.fixed_dictionaries(
+    {}, optional=dict.fromkeys(["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"], RANKS) | {"CUDA_VISIBLE_DEVICES": st.sampled_from(["", "3", "0,1"])}
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=1000)
+@given(environ=ENVIRONS, visible=st.integers(0, 8))
+def test_rule_1_any_environment_gives_one_visible_device_or_the_users_mistake(environ, visible):
+    try:
+        device = choose_device(environ, visible)
+    except UserError as error:
+        assert len(error.problems) == 1 and ("RANK" in str(error) or "WORLD_SIZE" in str(error) or "processes were started" in str(error))
+    else:
+        local_rank = int(environ.get("LOCAL_RANK", 0))
+        alone = visible == 1 and environ.get("CUDA_VISIBLE_DEVICES")
+        assert device == ("cpu" if not visible else "cuda:0" if alone else f"cuda:{local_rank}")
+        assert not visible or int(device.removeprefix("cuda:")) < visible
 
 
 @pytest.mark.parametrize(("environ", "is_main"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False)])

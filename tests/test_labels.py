@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from labels import LabelBuilder
 from manifest import Row
 from model import BaseModel, read_base_model, token_id
+from scores import decode_ids
 from speech import collate
 from transformers.models.whisper.modeling_whisper import shift_tokens_right
 
@@ -215,3 +216,36 @@ def test_an_english_only_model_takes_neither_language_nor_task(english):
 def test_an_english_only_model_refuses_other_languages_and_tasks(english, columns):
     reason, detail = builder(english, language=None).find_problem(row(**columns))
     assert reason == "unknown_language" and "English only" in detail
+
+
+# --- whatever the row --------------------------------------------------------------------------------------------
+
+CODES = st.sampled_from(["hi", "Hindi", "en", "yue", "Castilian", None, "", "xx"])
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(spare=st.integers(-3, 3), language=CODES, letter=st.sampled_from("aé語"))
+def test_rule_6_a_label_is_refused_from_the_first_token_that_has_no_position(base, spare, language, letter):
+    labels = builder(base)
+    each, prefix = len(letter.encode()), 3  # the toy's tokens are bytes
+    room = labels.max_length - prefix - 2 + spare  # the blank in front, the end behind
+    own = row("b" * (room % each) + letter * (room // each), language=language)
+    problem = labels.find_problem(own)
+    if language in ("yue", "xx"):  # this vocabulary has no Cantonese
+        assert problem[0] == "unknown_language"
+    else:
+        assert len(labels.build(own)) == 448 + spare
+        assert (problem or ("",))[0] == ("label_too_long" if spare > 0 else "")
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(text=st.text(st.characters(codec="utf-8"), max_size=40), language=CODES, task=st.sampled_from(["transcribe", "translate", None]))
+def test_rule_10_any_label_that_is_not_refused_reads_as_its_text_language_and_task(base, text, language, task):
+    labels = builder(base)
+    own = row(text, language=language, task=task)
+    if labels.find_problem(own):
+        return
+    ids = labels.build(own)
+    assert decode_ids([ids], labels.tokenizer) == [text.strip()]
+    code = {"hi": "hi", "Hindi": "hi", "Castilian": "es"}.get(language, "en")
+    assert labels.tokenizer.convert_ids_to_tokens(ids[:3]) == [f"<|{code}|>", f"<|{task or 'transcribe'}|>", "<|notimestamps|>"]

@@ -121,6 +121,14 @@ def test_eight_bit_training_runs_on_cpu_in_two_processes(speech, tmp_path):
     assert set(run.results["final"]) == {"dev"}
 
 
+def test_workers_are_forked_without_a_word_from_the_tokenizer(speech, tmp_path, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    recipe = write_recipe(speech, run={"baseline": False}, training={"output_dir": str(tmp_path / "out"), "dataloader_num_workers": 2})
+    run = launch(recipe, timeout=120)
+    assert run.status == 0, run.tail
+    assert "forked" not in run.stdout + run.stderr
+
+
 def test_two_processes_evaluate_and_save_every_step_and_keep_one_checkpoint(speech, tmp_path):
     every_step = {"max_steps": 5, "eval_steps": 1, "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": False}
     recipe = write_recipe(speech, training=every_step | {"output_dir": str(tmp_path / "out")})
@@ -129,7 +137,7 @@ def test_two_processes_evaluate_and_save_every_step_and_keep_one_checkpoint(spee
     kept = checkpoints(tmp_path / "out")
     assert [path.name for path in kept] == ["checkpoint-5"]
     assert find_damage(kept[0]) is None
-    assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in kept[0].iterdir()}
+    assert {"tokenizer.json", "processor_config.json", "checksums.json"} <= {path.name for path in kept[0].iterdir()}
 
 
 def test_tensorboard_logs_of_all_stages_go_into_the_output_folder(speech, tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ import toy
 import torch
 from config import load_recipe
 from device import Place
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from learning import LearningCheck, check_saved_weights
 from model import load_model, read_base_model, trainable_parameters
 from safetensors.torch import load_file, save_file
@@ -132,6 +134,26 @@ def test_after_two_steps_nothing_is_held_nor_looked_at():
     training.step()
     assert training.check.before == {}
     training.step(spoil=lambda model: model.lora_B.grad.fill_(float("nan")))
+
+
+STEPS = st.lists(st.fixed_dictionaries({"learning_rate": st.sampled_from([0.0, 0.05, 0.1]), "skipped": st.booleans()}), max_size=8)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(trained=st.sampled_from([["lora_A"], ["lora_B"], ["lora_A", "lora_B"]]), steps=STEPS)
+def test_rule_3_a_tensor_that_stands_still_stops_any_run_at_its_first_or_second_real_step(trained, steps):
+    real = [n for n, step in enumerate(steps) if step["learning_rate"] and not step["skipped"]]
+    # B moves at the first real step, A at the second, when B is no longer zero.
+    due = {("lora_A",): real[0:1], ("lora_B",): real[1:2]}.get(tuple(trained), [])
+    stopped = []
+    training = Training(Adapter(), trained=trained)
+    for n, step in enumerate(steps):
+        try:
+            training.step(**step)
+        except RuntimeError:
+            stopped.append(n)
+            break
+    assert stopped == due
 
 
 # --- saved weights -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import bitsandbytes
 import huggingface_hub
@@ -15,6 +16,8 @@ import torch
 from config import ModelConfig, Recipe, load_recipe
 from device import Place, choose_device
 from faults import UserError
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from model import (
     ADAPTER_FILE,
     BaseModel,
@@ -539,3 +542,72 @@ def test_reading_does_not_change_the_recipe(toy_folder):
     before = replace(model)
     read_base_model(model, max_new_tokens=225, num_beams=1)
     assert model == before
+
+
+# --- whatever the method -----------------------------------------------------------------------------------------
+
+SOME = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
+ADAPTERS = st.fixed_dictionaries(
+    {"model.quantization": st.sampled_from(["8bit", "none"]), "lora.r": st.integers(1, 8)},
+    optional={
+        "lora.target_modules": st.lists(st.sampled_from(TARGETS), min_size=1, max_size=3, unique=True).map(json.dumps),
+        "lora.use_rslora": st.sampled_from(["true", "false"]),
+        "lora.bias": st.sampled_from(["none", "lora_only", "all"]),
+        "lora.modules_to_save": st.sampled_from(["[conv1]", "null"]),
+        "lora.layers_to_transform": st.sampled_from(["[0]", "[1]", "null"]),
+    },
+)
+METHODS = (ADAPTERS | st.just({"lora": "null", "model.quantization": "none"})).map(
+    lambda keys: [f"--{key}={value}" for key, value in keys.items()]
+)
+TYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
+
+
+@settings(SOME, max_examples=20)
+@given(words=METHODS, compute_type=TYPES)
+def test_rule_5_whatever_is_trained_is_float32_by_any_method_at_any_compute_type(toy_folder, tmp_path, words, compute_type):
+    model, _ = load(toy_folder, tmp_path, *words, compute_type=compute_type)
+    types = {name: parameter.dtype for name, parameter in trainable_parameters(model)}
+    assert types and set(types.values()) == {torch.float32}
+
+
+GENERATION = st.fixed_dictionaries({
+    "language": st.sampled_from([None, "hi", "en"]),
+    "task": st.sampled_from(["transcribe", "translate"]),
+    "suppress_tokens": st.none() | st.lists(st.integers(0, 255), max_size=3),
+})
+
+
+@settings(SOME, max_examples=20)
+@given(model=GENERATION, max_new_tokens=st.none() | st.integers(1, 600), num_beams=st.integers(1, 5), bare=st.booleans())
+def test_rule_11_the_generation_config_written_is_the_one_generated_with(toy_folder, bare_folder, tmp_path, model, max_new_tokens, num_beams, bare):
+    base = read(bare_folder if bare else toy_folder, max_new_tokens=max_new_tokens, num_beams=num_beams, **model)
+    whisper = SimpleNamespace(config=base.config, save_pretrained=base.config.save_pretrained)
+    output.save_model(tmp_path, whisper, base)
+    written = GenerationConfig.from_pretrained(tmp_path)
+    assert written.to_dict() == base.generation_config.to_dict()
+    assert (written.language, written.task, written.num_beams) == (model["language"], model["task"], num_beams)
+    assert written.max_length == min(max_new_tokens or 444, 444)
+    assert model["suppress_tokens"] is None or written.suppress_tokens == model["suppress_tokens"]
+    assert json.loads((tmp_path / "config.json").read_text()).keys().isdisjoint({"max_length", "suppress_tokens", "forced_decoder_ids"})
+
+
+@settings(SOME, max_examples=6)
+@given(words=METHODS)
+def test_rule_15_the_output_of_any_method_gives_offline_the_numbers_that_were_trained(toy_folder, tmp_path, words):
+    model, base = load(toy_folder, tmp_path, *words)
+    shake(model)
+    out = tmp_path / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    with torch.no_grad():
+        expected = run_forward(model.eval())
+        output.save_model(out, model, base)
+        again = WhisperForConditionalGeneration.from_pretrained(out if "--lora=null" in words else toy_folder)
+        if "--lora=null" not in words:
+            again = PeftModel.from_pretrained(again, out)
+        # Codes of 8 bit are off by up to half a code of their row.
+        slack = 0.05 if "--model.quantization=8bit" in words else 1e-5
+        torch.testing.assert_close(run_forward(again.eval()), expected, rtol=slack, atol=slack)
+    assert WhisperProcessor.from_pretrained(out).tokenizer.get_vocab() == base.processor.tokenizer.get_vocab()

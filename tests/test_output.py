@@ -14,6 +14,8 @@ import yaml
 from config import ModelConfig, Recipe, dump_recipe, load_recipe
 from device import Place
 from faults import UserError
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from manifest import Row
 from model import load_model, read_base_model
 from output import (
@@ -28,7 +30,7 @@ from output import (
     write_results,
     write_text,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,7 @@ def test_resuming_with_a_damaged_recipe_says_so(out, recipe_for, text):
 # --- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(folder: Path, step: int, *, weights: str = "adapter_model.safetensors", ranks: int = 1) -> Path:
+def write_checkpoint(folder: Path, step: int, *, weights: str = "adapter_model.safetensors", ranks: int = 1, checksums: bool = True) -> Path:
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir()
     save_file({"lora_A": torch.randn(8, 8)}, checkpoint / weights)
@@ -123,6 +125,8 @@ def write_checkpoint(folder: Path, step: int, *, weights: str = "adapter_model.s
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     for name in ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
         torch.save({}, checkpoint / name)
+    if checksums:
+        output.write_checksums(checkpoint)
     return checkpoint
 
 
@@ -171,15 +175,57 @@ DAMAGES = {
 }
 
 
+@pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_with_a_line(out, damage):
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(out, damage, checksums):
     for step in (5, 10):
-        write_checkpoint(out, step)
+        write_checkpoint(out, step, checksums=checksums)
     DAMAGES[damage](out / "checkpoint-10")
     checkpoint, notes = find_checkpoint(out, world_size=1)
     assert checkpoint == out / "checkpoint-5"
     (note,) = notes
     assert note.startswith(f"warning: {out / 'checkpoint-10'} is passed over: ") and len(note.splitlines()) == 1
+
+
+FILES = ["adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"]
+DAMAGE = st.fixed_dictionaries({
+    "name": st.sampled_from(FILES),
+    "how": st.sampled_from(["flip", "zero", "cut", "grow", "swap"]),
+    "place": st.floats(0, 1, exclude_max=True),
+    "bit": st.integers(0, 7),
+})
+
+
+def damage_bytes(content: bytes, *, how: str, place: float, bit: int) -> bytes:
+    at = int(place * len(content))
+    changed = {"flip": bytes([content[at] ^ 1 << bit]), "zero": b"\0", "cut": b"", "grow": content[at : at + 1] + b"0", "swap": content[at : at + 2][::-1]}
+    return content[:at] if how == "cut" else content[:at] + changed[how] + content[at + (2 if how == "swap" else 1) :]
+
+
+def read_all(checkpoint: Path) -> str:
+    """Everything a resumed run reads, as text."""
+    states = [torch.load(checkpoint / name, weights_only=True) for name in FILES if not name.endswith(("safetensors", "json"))]
+    weights = {name: tensor.tolist() for name, tensor in load_file(checkpoint / FILES[0]).items()}
+    return str((weights, states, json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))))
+
+
+@settings(deadline=None, derandomize=True, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(damage=DAMAGE)
+def test_rule_13_a_checkpoint_damaged_at_any_byte_is_recognised_or_reads_as_it_was(out, damage):
+    checkpoint = out / "checkpoint-5"
+    if not checkpoint.exists():
+        write_checkpoint(out, 5)
+    path = checkpoint / damage.pop("name")
+    content, before = path.read_bytes(), read_all(checkpoint)
+    path.write_bytes(damage_bytes(content, **damage))
+    try:
+        found, notes = find_checkpoint(out, world_size=1)
+        if found:
+            assert read_all(checkpoint) == before
+        else:
+            assert len(notes) == 1 and len(notes[0].splitlines()) == 1
+    finally:
+        path.write_bytes(content)
 
 
 def test_when_all_are_damaged_none_is_left_and_each_is_told(out):
