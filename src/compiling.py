@@ -62,8 +62,8 @@ def arrange_computation(model: torch.nn.Module, recipe: Recipe, *, compute_type:
 
 
 def arrange_layers(model: torch.nn.Module, *, compiled: bool, checkpointed: bool) -> None:
-    """Makes encoder and decoder layers run compiled, checkpointed or both where gradients are wanted; elsewhere they
-    stay as they are. Names of modules, weights and files do not change."""
+    """Makes encoder and decoder layers run compiled, checkpointed or both in training; elsewhere they stay as they
+    are. Names of modules, weights and files do not change."""
     layers = [module for module in model.modules() if isinstance(module, (WhisperEncoderLayer, WhisperDecoderLayer))]
     for layer in layers if compiled or checkpointed else []:
         stock = layer.forward
@@ -74,12 +74,18 @@ def arrange_layers(model: torch.nn.Module, *, compiled: bool, checkpointed: bool
             trained = partial(checkpoint, stock, use_reentrant=False, preserve_rng_state=_drops(layer), **chosen)
         if compiled:
             trained = torch.compile(trained, dynamic=False)
-        layer.forward = partial(_run, layer, stock, trained)
+        layer.forward = partial(_run, layer, stock, trained, any(weight.requires_grad for weight in layer.parameters()))
 
 
-def _run(layer: torch.nn.Module, stock: Callable, trained: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    run = trained if layer.training and torch.is_grad_enabled() else stock
-    return run(*args, **kwargs)
+def _run(
+    layer: torch.nn.Module, stock: Callable, trained: Callable, learns: bool, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    if not layer.training:
+        return stock(hidden_states, *args, **kwargs)
+    if learns and torch.is_grad_enabled() and not hidden_states.requires_grad:
+        # The first layer of a side: one graph for it and for all the others.
+        hidden_states = hidden_states.detach().requires_grad_()
+    return trained(hidden_states, *args, **kwargs)
 
 
 def _drops(layer: torch.nn.Module) -> bool:
