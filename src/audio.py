@@ -3,10 +3,12 @@
 Lengths are those of the decoded samples; a header is believed only where it shows that the file was cut off.
 """
 
+import io
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import numpy as np
 import soundfile
@@ -58,13 +60,40 @@ class _ForwardSound(soundfile.SoundFile):
         return False
 
 
-def load_audio(path: str, *, start: float | None = None, end: float | None = None) -> np.ndarray:
+def as_file(sound: Any) -> str | bytes:
+    """The path of a sound file, or the content of one.
+
+    `sound` may be either, and what libraries hand out: {"bytes", "path"}, {"array", "sampling_rate"}, or a decoder with
+    `get_all_samples`. Raises AudioError for anything else.
+    """
+    if isinstance(sound, Mapping) and sound.get("array") is not None:
+        return _write_wave(np.asarray(sound["array"], dtype=np.float32), sound["sampling_rate"])
+    if isinstance(sound, Mapping):
+        sound = sound.get("bytes") or sound.get("path")
+    if hasattr(sound, "get_all_samples"):
+        samples = sound.get_all_samples()
+        return _write_wave(np.asarray(samples.data, dtype=np.float32), samples.sample_rate)
+    if isinstance(sound, (bytes, bytearray, memoryview)):
+        return bytes(sound)
+    if not isinstance(sound, (str, os.PathLike)):
+        raise AudioError("missing_file", "the row holds no sound")
+    return os.fspath(sound)
+
+
+def _write_wave(samples: np.ndarray, rate: int) -> bytes:
+    """Samples (frames,) or (channels, frames) as the content of a WAV file, each value as it is."""
+    content = io.BytesIO()
+    soundfile.write(content, samples.T, int(rate), format="WAV", subtype="FLOAT")
+    return content.getvalue()
+
+
+def load_audio(sound: Any, *, start: float | None = None, end: float | None = None) -> np.ndarray:
     """The clip, or its part from `start` to `end` seconds: 1-D float32 at 16 kHz, the mean of all channels.
 
-    Raises AudioError.
+    `sound` is what `as_file` takes. Raises AudioError.
     """
     mixed = []
-    for rate, block in _decode_blocks(path, start=start, end=end):
+    for rate, block in _decode_blocks(as_file(sound), start=start, end=end):
         mixed.append(_mix_channels(block))
     wave = np.concatenate(mixed)
     if rate == SAMPLE_RATE:
@@ -74,13 +103,13 @@ def load_audio(path: str, *, start: float | None = None, end: float | None = Non
     return np.pad(wave[:length], (0, max(0, length - len(wave))))
 
 
-def measure_audio(path: str, *, start: float | None = None, end: float | None = None) -> AudioMeasure:
+def measure_audio(sound: Any, *, start: float | None = None, end: float | None = None) -> AudioMeasure:
     """Decodes the clip, or its part from `start` to `end` seconds, once and block by block, and tells what is in it.
 
-    Raises AudioError.
+    `sound` is what `as_file` takes. Raises AudioError.
     """
     frames, peak, mixed_peak, finite = 0, 0.0, 0.0, True
-    for rate, block in _decode_blocks(path, start=start, end=end):
+    for rate, block in _decode_blocks(as_file(sound), start=start, end=end):
         frames += len(block)
         block_peak = _find_peak(block)
         if not math.isfinite(block_peak):
@@ -106,15 +135,19 @@ def _count_resampled(frames: int, rate: int) -> int:
     return (2 * frames * SAMPLE_RATE + rate) // (2 * rate)
 
 
-def _decode_blocks(path: str, *, start: float | None, end: float | None) -> Iterator[tuple[int, np.ndarray]]:
+def _open(file: str | bytes) -> BinaryIO:
+    return io.BytesIO(file) if isinstance(file, bytes) else open(file, "rb")
+
+
+def _decode_blocks(file: str | bytes, *, start: float | None, end: float | None) -> Iterator[tuple[int, np.ndarray]]:
     """Yields the file's rate with float32 blocks (frames, channels), at least one; raises AudioError."""
-    if not os.path.exists(path):
+    if isinstance(file, str) and not os.path.exists(file):
         raise AudioError("missing_file", "there is no such file")
-    if not os.path.isfile(path):
+    if isinstance(file, str) and not os.path.isfile(file):
         raise AudioError("unreadable", "this is not a file")
     try:
-        _refuse_cut_off_chunk(path)
-        with _ForwardSound(path) as sound:
+        _refuse_cut_off_chunk(file)
+        with _ForwardSound(io.BytesIO(file) if isinstance(file, bytes) else file) as sound:
             first, last = _choose_frames(sound, start, end)
             if first:
                 sound.seek(first)
@@ -123,7 +156,7 @@ def _decode_blocks(path: str, *, start: float | None, end: float | None) -> Iter
             while missing and len(block := sound.read(min(missing, block_frames), dtype="float32", always_2d=True)):
                 yield sound.samplerate, block
                 missing -= len(block)
-            if missing and _is_length_promised(sound, missing):
+            if missing and _is_length_promised(sound, missing, file=file):
                 raise AudioError("unreadable", f"cut off: {missing} of {last - first} samples are not there")
             if missing == last - first:
                 raise AudioError("empty_audio", "the file holds no samples")
@@ -148,9 +181,9 @@ def _choose_frames(sound: soundfile.SoundFile, start: float | None, end: float |
     return first, min(last, total)
 
 
-def _refuse_cut_off_chunk(path: str) -> None:
+def _refuse_cut_off_chunk(content: str | bytes) -> None:
     """WAV and AIFF state how many bytes of sound follow. Where fewer do, libsndfile shortens the clip without a word."""
-    with open(path, "rb") as file:
+    with _open(content) as file:
         order = CHUNK_ORDER.get(file.read(12)[:4])
         large = None
         for _ in range(1000 if order else 0):
@@ -160,7 +193,8 @@ def _refuse_cut_off_chunk(path: str) -> None:
                 length -= 16
             elif name in (b"data", b"SSND"):
                 promised = large if large and length == 0xFFFF_FFFF else length
-                held = os.fstat(file.fileno()).st_size - file.tell()
+                place = file.tell()
+                held = file.seek(0, os.SEEK_END) - place
                 if promised > held + HEADER_SLACK_BYTES and (promised == large or promised < STREAMED_BYTES):
                     raise AudioError("unreadable", f"cut off: {held} of {promised} bytes of sound are there")
                 return
@@ -169,15 +203,15 @@ def _refuse_cut_off_chunk(path: str) -> None:
             file.seek(length + length % 2, os.SEEK_CUR)
 
 
-def _is_length_promised(sound: soundfile.SoundFile, missing: int) -> bool:
+def _is_length_promised(sound: soundfile.SoundFile, missing: int, *, file: str | bytes) -> bool:
     """Whether `missing` frames mean a cut file: for MP3 files without a Xing or Info header, libsndfile only guesses a length."""
     if sound.format != "MP3":
         return sound.frames != UNKNOWN_FRAMES
-    with open(sound.name, "rb") as file:
-        tag = file.read(10)
+    with _open(file) as content:
+        tag = content.read(10)
         if tag[:3] == b"ID3":  # its size is in the last four bytes, seven bits each
-            file.seek(sum(byte << shift for byte, shift in zip(tag[6:], (21, 14, 7, 0), strict=False)), os.SEEK_CUR)
+            content.seek(sum(byte << shift for byte, shift in zip(tag[6:], (21, 14, 7, 0), strict=False)), os.SEEK_CUR)
         else:
-            file.seek(0)
-        first_frame = file.read(1500)
+            content.seek(0)
+        first_frame = content.read(1500)
     return missing > MP3_SLACK_SECONDS * sound.samplerate and (b"Xing" in first_frame or b"Info" in first_frame)

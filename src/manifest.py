@@ -5,9 +5,11 @@ import logging
 import math
 import os
 import unicodedata
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from sys import intern
+from typing import Protocol
 
 from faults import UserError
 
@@ -22,11 +24,18 @@ SHOWN_FAULTS = 20  # messages shown of a file that isn't JSON lines at all
 logger = logging.getLogger(__name__)
 
 
+class SoundStore(Protocol):
+    """Where the sound of rows lies that have no file of their own."""
+
+    def read(self, line: int) -> str | bytes:
+        """The sound of the row at `line`: the content of a sound file, or the path of one."""
+
+
 @dataclass(slots=True)
 class Row:
     """One line of a manifest. `audio` is the path as found on disk, `text` is unchanged, `file` is the manifest as typed and
     `line` counts from 1; `start` and `end` are seconds inside the file; `duration` (seconds) is a hint, never trusted;
-    `extra` holds every other column as text. None: not set."""
+    `extra` holds every other column as text. None: not set. A row of a Hub set has its sound in `store`; its `audio` is only a name."""
 
     audio: str
     text: str
@@ -39,6 +48,11 @@ class Row:
     duration: float | None = None
     speaker: str | None = None
     extra: dict[str, str] | None = None
+    store: SoundStore | None = None
+
+    def sound(self) -> str | bytes:
+        """The path of the sound, or the content of its file."""
+        return self.audio if self.store is None else self.store.read(self.line)
 
 
 @dataclass(slots=True)
@@ -57,12 +71,12 @@ class _FieldError(Exception):
 
 
 def read_manifest(
-    path: str, *, audio_column: str | None = None, text_column: str | None = None
+    path: str, *, audio_column: str | None = None, text_column: str | None = None, fixed: dict[str, str] | None = None
 ) -> tuple[list[Row], list[BadRow]]:
     """The rows of a .jsonl manifest in order, and apart the rows with a field that cannot be used (reason bad_field).
 
     UTF-8 with an optional byte-order mark; blank lines are skipped and counted. A column that isn't named is one of the
-    well-known names if exactly one is there. Whether the sound exists is for the check to tell.
+    well-known names if exactly one is there. `fixed` columns have that value in every row. Whether the sound exists is for the check to tell.
     Raises UserError with every fault that makes the file unusable: file, line and column.
     """
     path = str(path)
@@ -71,15 +85,13 @@ def read_manifest(
     records = _read_records(path)
     if not records:
         raise UserError(f"{path}: there are no rows in this file")
-    audio_column, text_column = _choose_columns(path, records, audio=audio_column, text=text_column)
+    listed = dict.fromkeys(column for _, record in records for column in record)
+    audio_column, text_column = choose_columns(path, listed, audio=audio_column, text=text_column)
     rows, bad_rows = [], []
     for index, (line, record) in enumerate(records):
         records[index] = None  # a million records as dictionaries and as rows would not both fit
-        try:
-            rows.append(_build_row(record, path, line=line, audio_column=audio_column, text_column=text_column))
-        except _FieldError as error:
-            audio = record.get(audio_column)
-            bad_rows.append(BadRow(path, line, _as_valid_text(audio) if isinstance(audio, str) else "", "bad_field", str(error)))
+        row = build_row(record | fixed if fixed else record, path, line=line, audio_column=audio_column, text_column=text_column)
+        (rows if isinstance(row, Row) else bad_rows).append(row)
     return rows, bad_rows
 
 
@@ -133,9 +145,9 @@ def _describe_fault(content: bytes, error: Exception) -> str:
     return str(error)
 
 
-def _choose_columns(path: str, records: list[tuple[int, dict]], **wanted: str | None) -> list[str]:
+def choose_columns(path: str, columns: Iterable[str], **wanted: str | None) -> list[str]:
     """The column for each kind (audio, text): the wanted one, or the only one with a well-known name; raises UserError."""
-    columns = list(dict.fromkeys(column for _, record in records for column in record))
+    columns = list(columns)
     listed = _as_valid_text(", ".join(columns[:SHOWN_FAULTS]))
     chosen, problems = [], []
     for kind, column in wanted.items():
@@ -153,12 +165,27 @@ def _choose_columns(path: str, records: list[tuple[int, dict]], **wanted: str | 
     return chosen
 
 
-def _build_row(record: dict, path: str, *, line: int, audio_column: str, text_column: str) -> Row:
+def build_row(
+    record: dict, path: str, *, line: int, audio_column: str, text_column: str, store: SoundStore | None = None
+) -> Row | BadRow:
+    """The row of a record, or a BadRow with reason bad_field. With a `store` the audio is a name that no disk knows."""
+    try:
+        row = _fill_row(record, path, line=line, audio_column=audio_column, text_column=text_column, store=store)
+    except _FieldError as error:
+        audio = record.get(audio_column)
+        return BadRow(path, line, _as_valid_text(audio) if isinstance(audio, str) else "", "bad_field", str(error))
+    return row
+
+
+def _fill_row(
+    record: dict, path: str, *, line: int, audio_column: str, text_column: str, store: SoundStore | None
+) -> Row:
     """Raises _FieldError for a value that cannot be used."""
     audio = _require_text(record, audio_column).strip()
     if not audio:
         raise _FieldError(f"{audio_column} is empty")
-    row = Row(_find_file(audio, os.path.dirname(path)), _require_text(record, text_column), path, line)
+    audio = _find_file(audio, os.path.dirname(path)) if store is None else audio
+    row = Row(audio, _require_text(record, text_column), path, line, store=store)
     for column, value in record.items():
         if value is None or column == audio_column or column == text_column:
             continue

@@ -77,7 +77,7 @@ def replaced(old: str, new: str) -> str:
         ("run:\n  baseline", "language", "recipe.yaml:10: language: there is no such section; did you mean model.language?"),
         ("train: train.jsonl", "train: [{pth: a}]", "recipe.yaml:7: data.train[0].pth: unknown key; did you mean data.train[0].path?"),
         ("dev: dev.jsonl", "dev:\n      fiel: a", "recipe.yaml:10: data.validation.dev.fiel: unknown key"),
-        ("    dev: dev.jsonl", "    dev: {}", "recipe.yaml:9: data.validation.dev.path: is missing; the manifest"),
+        ("    dev: dev.jsonl", "    dev: {}", "recipe.yaml:9: data.validation.dev.path: is missing; the manifest; or hub: a set on the Hub"),
     ],
 )
 def test_a_wrong_key_is_told_with_its_line_and_the_nearest_right_one(complain, old, new, problem):
