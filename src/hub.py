@@ -99,13 +99,11 @@ def open_hub_set(
     except (DatasetsError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         raise UserError(_explain(error, source, place)) from error
     audio_column, text_column = _choose_columns(features, source.name, audio_column=audio_column, text_column=text_column)
+    if not _can_hold_sound(features[audio_column]):
+        raise UserError(f"{source.name}: column '{audio_column}' holds no sound; set {place}.audio_column")
     rows = rows.select_columns([name for name in features if name in (audio_column, text_column) or _is_plain(features[name])])
-    if isinstance(features[audio_column], dict):  # decoded sound: {array, sampling_rate}
-        return HubSet(source, rows, audio_column, text_column)
-    try:
+    if not _is_decoded(features[audio_column]):
         rows = rows.cast_column(audio_column, Audio(decode=False))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{source.name}: column '{audio_column}' holds no sound; set {place}.audio_column") from error
     return HubSet(source, rows, audio_column, text_column)
 
 
@@ -115,6 +113,16 @@ def _choose_columns(features: Features, name: str, *, audio_column: str | None, 
     if audio_column is None and len(sounds) == 1:
         audio_column = sounds[0]
     return choose_columns(name, features, audio=audio_column, text=text_column)
+
+
+def _is_decoded(feature: Any) -> bool:
+    return isinstance(feature, dict) and {"array", "sampling_rate"} <= feature.keys()
+
+
+def _can_hold_sound(feature: Any) -> bool:
+    if isinstance(feature, Value):
+        return feature.dtype.removeprefix("large_") in ("binary", "string")
+    return isinstance(feature, Audio) or _is_decoded(feature) or (isinstance(feature, dict) and {"bytes", "path"} <= feature.keys())
 
 
 def _is_plain(feature: Any) -> bool:

@@ -123,7 +123,8 @@ class StreamedSpeech(IterableDataset):
         if stream.num_shards % readers == 0:
             stream, reader, readers = stream.shard(readers, reader), 0, 1
         # Files in another order each pass, the same for all readers; clips are shuffled once they are the reader's own.
-        stream = stream.shuffle(generator=np.random.default_rng([self.seed, turn]), buffer_size=1)
+        # One file at a time: to read several at once the library starts threads, and sleeps 5 s when it ends them.
+        stream = stream.shuffle(generator=np.random.default_rng([self.seed, turn]), buffer_size=1, max_buffer_input_shards=1)
         for row in _read_rows(stream, hub_set, reader=reader, readers=readers):
             if isinstance(row, BadRow) or is_chosen(row, hub_set.source):
                 yield row
