@@ -797,7 +797,7 @@ def _find_source_clashes(data: DataConfig, judge: _Judge, *, given: dict[str, An
         if source.path and source.hub:
             judge.add(place, "has path and hub; leave one of them out")
         for key in ("config", "split", "revision"):
-            if source.path and getattr(source, key):
+            if source.path and not source.hub and getattr(source, key):
                 judge.add(f"{place}.{key}", "belongs to sets from the Hub; a manifest has none")
         if source.hub and not source.split:
             judge.missing(f"{place}.split", "such as train or test")

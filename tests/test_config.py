@@ -598,3 +598,65 @@ def test_any_text_is_a_recipe_or_the_users_mistake_told_in_single_lines(read, ch
     else:
         assert isinstance(recipe, Recipe)
         assert read(dump_recipe(recipe)) == recipe
+
+
+# --- sources -----------------------------------------------------------------------------------------------------
+
+HUB = "{hub: a/b, split: train}"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{hub: a/b}", "data.train[0].split: is missing; such as train or test"),
+        ("{split: train}", "data.train[0].path: is missing; the manifest; or hub: a set on the Hub"),
+        ("{path: a.jsonl, hub: a/b, split: x}", "data.train[0]: has path and hub; leave one of them out"),
+        ("{path: a.jsonl, revision: main}", "data.train[0].revision: belongs to sets from the Hub; a manifest has none"),
+        ("{hub: a/b, splt: train}", "data.train[0].splt: unknown key; did you mean data.train[0].split?"),
+        ("{hub: a/b, split: train, weight: much}", 'data.train[0].weight: expected float, got "much"'),
+        ("{hub: a/b, split: train, weight: 0}", "data.train[0].weight: must be above 0"),
+        ("{hub: a/b, split: train, task: asr}", 'data.train[0].task: expected transcribe | translate, got "asr"'),
+        ("{hub: a/b, split: 5}", "data.train[0].split: expected str, got 5"),
+        ("{hub: a/b, split: train, language: hindu}", "data.train[0].language: Whisper has no language 'hindu'; nearest: hindi"),
+        ("{path: a.jsonl, speaker_share: [0.8]}", "data.train[0].speaker_share: two numbers are expected"),
+        ("{path: a.jsonl, speaker_share: [0.8, 0.2]}", "data.train[0].speaker_share: two numbers are expected"),
+        ("{path: a.jsonl, speaker_share: [0, 1.5]}", "data.train[0].speaker_share: two numbers are expected"),
+        ("{path: a.jsonl, speaker_share: []}", "data.train[0].speaker_share: two numbers are expected"),
+    ],
+)
+def test_a_source_is_read_strictly(complain, source, problem):
+    problems = complain(replaced("train: train.jsonl", f"train: [{source}]"))
+    assert [line for line in problems if line.startswith(f"recipe.yaml:7: {problem}")] and len(problems) == 1
+
+
+def test_a_scored_set_has_no_weight(complain):
+    assert complain(replaced("dev: dev.jsonl", "dev: {path: dev.jsonl, weight: 1}")) == [
+        "recipe.yaml:9: data.validation.dev.weight: scored sets are read once; leave it out"
+    ]
+
+
+def test_sources_of_both_kinds_come_back_from_a_dumped_recipe(read):
+    keys = "hub: a/b, config: hi_in, split: train, weight: 2, language: Hindi, speaker_column: [who, where], speaker_share: [0, 0.8]"
+    recipe = read(replaced("train: train.jsonl", f"train: [a.jsonl, {{{keys}}}]"))
+    source = recipe.data.train[1]
+    assert (source.name, source.language, source.weight) == ("hub:a/b/hi_in/train", "hi", 2.0)
+    assert (source.speaker_column, source.speaker_share) == (["who", "where"], [0, 0.8])
+    assert recipe.data.train[0].name == "a.jsonl" and list(recipe.data.sources()) == ["data.train[0]", "data.train[1]", "data.validation.dev"]
+    assert read(dump_recipe(recipe)).data == recipe.data
+
+
+STREAM = replaced("train: train.jsonl", f"train: {HUB}\n  streaming: true")
+BY_STEPS = "  eval_strategy: steps\n  save_strategy: steps\n"
+
+
+def test_a_stream_counts_steps_and_comes_from_the_hub(complain, read):
+    assert read(STREAM + BY_STEPS).data.streaming
+    assert complain(STREAM) == [
+        "recipe.yaml:13: training.eval_strategy: is epoch, which a stream has none of (data.streaming); write steps",
+        "recipe.yaml:13: training.save_strategy: is epoch, which a stream has none of (data.streaming); write steps",
+    ]
+    text = STREAM.replace(f"train: {HUB}", f"train: [{HUB}, b.jsonl]") + BY_STEPS
+    (problem,) = complain(text)
+    assert problem.startswith("recipe.yaml:7: data.train[1].path: data.streaming reads sets from the Hub only")
+    (problem,) = complain(STREAM.replace("  max_steps: 10\n", "") + BY_STEPS)
+    assert "training.max_steps: needed with data.streaming: a stream has no known length" in problem

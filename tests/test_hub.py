@@ -112,6 +112,15 @@ def test_classes_are_named(folder):
     assert row.extra["lang_id"] == "class 7"
 
 
+def test_a_column_of_decoded_sound_is_read_as_well(tmp_path):
+    wave = np.linspace(-0.5, 0.5, 1600, dtype=np.float32)
+    columns = {"speech": [{"array": wave.tolist(), "sampling_rate": 16_000}] * 2, "text": ["one", "two"]}
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "train.parquet")
+    rows, _ = open_set(tmp_path, audio_column="speech").read()
+    assert [row.audio for row in rows] == ["row 1", "row 2"]
+    assert np.array_equal(load_audio(rows[1].sound()), wave)
+
+
 def test_a_row_that_lacks_its_text_or_its_sound_is_a_bad_row(folder):
     opened = open_set(folder)
     columns = {"audio": [{"bytes": b"", "path": None}] * 2, "text": ["one", None]}

@@ -6,12 +6,12 @@ import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
 import toy
 import torch
+from accelerate import PartialState
 from accelerate.data_loader import skip_first_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -235,6 +235,13 @@ def test_two_ranks_with_two_workers_meet_each_good_row_of_a_pass_once(world, lab
         met += names(batches)
     assert len(met) == len({*met}) == 16
     assert not any("train-3.wav" in name for name in met)
+
+
+def test_the_library_neither_splits_a_ranks_stream_again_nor_sends_it_from_the_main_process(world, labels, tmp_path, monkeypatch):
+    alone = names(itertools.islice(loader(world, labels, tmp_path, rank=1, world_size=2), 4))
+    PartialState()
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
+    assert names(itertools.islice(loader(world, labels, tmp_path, rank=1, world_size=2), 4)) == alone
 
 
 @pytest.mark.parametrize("workers", [0, 2])
