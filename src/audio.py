@@ -6,9 +6,10 @@ Lengths are those of the decoded samples; a header is believed only where it sho
 import io
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import numpy as np
 import soundfile
@@ -62,7 +63,7 @@ class _ForwardSound(soundfile.SoundFile):
         return False
 
 
-class _LongerFile(io.FileIO):
+class _Longer:
     """A file that claims to be far longer, so that libsndfile, which guesses the length of some MP3 files from their size and
     stops there, goes on to their end."""
 
@@ -76,13 +77,48 @@ class _LongerFile(io.FileIO):
         return super().tell() * (1000 if self.at_end else 1)
 
 
-def load_audio(path: str, *, start: float | None = None, end: float | None = None) -> np.ndarray:
+class _LongerFile(_Longer, io.FileIO):
+    pass
+
+
+class _LongerContent(_Longer, io.BytesIO):
+    pass
+
+
+def as_file(sound: Any) -> str | bytes:
+    """The path of a sound file, or the content of one.
+
+    `sound` may be either, and what libraries hand out: {"bytes", "path"}, {"array", "sampling_rate"}, or a decoder with
+    `get_all_samples`. Raises AudioError for anything else.
+    """
+    if isinstance(sound, Mapping) and sound.get("array") is not None:
+        return _write_wave(np.asarray(sound["array"], dtype=np.float32), sound["sampling_rate"])
+    if isinstance(sound, Mapping):
+        sound = sound.get("bytes") or sound.get("path")
+    if hasattr(sound, "get_all_samples"):
+        samples = sound.get_all_samples()
+        return _write_wave(np.asarray(samples.data, dtype=np.float32), samples.sample_rate)
+    if isinstance(sound, (bytes, bytearray, memoryview)):
+        return bytes(sound)
+    if not isinstance(sound, (str, os.PathLike)):
+        raise AudioError("missing_file", "the row holds no sound")
+    return os.fspath(sound)
+
+
+def _write_wave(samples: np.ndarray, rate: int) -> bytes:
+    """Samples (frames,) or (channels, frames) as the content of a WAV file, each value as it is."""
+    content = io.BytesIO()
+    soundfile.write(content, samples.T, int(rate), format="WAV", subtype="FLOAT")
+    return content.getvalue()
+
+
+def load_audio(sound: Any, *, start: float | None = None, end: float | None = None) -> np.ndarray:
     """The clip, or its part from `start` to `end` seconds: 1-D float32 at 16 kHz, the mean of all channels.
 
-    Raises AudioError.
+    `sound` is what `as_file` takes. Raises AudioError.
     """
     mixed = []
-    for rate, block in _decode_blocks(path, start=start, end=end):
+    for rate, block in _decode_blocks(as_file(sound), start=start, end=end):
         mixed.append(_mix_channels(block))
     wave = np.concatenate(mixed)
     if rate == SAMPLE_RATE:
@@ -92,13 +128,13 @@ def load_audio(path: str, *, start: float | None = None, end: float | None = Non
     return np.pad(wave[:length], (0, max(0, length - len(wave))))
 
 
-def measure_audio(path: str, *, start: float | None = None, end: float | None = None) -> AudioMeasure:
+def measure_audio(sound: Any, *, start: float | None = None, end: float | None = None) -> AudioMeasure:
     """Decodes the clip, or its part from `start` to `end` seconds, once and block by block, and tells what is in it.
 
-    Raises AudioError.
+    `sound` is what `as_file` takes. Raises AudioError.
     """
     frames, peak, mixed_peak, finite = 0, 0.0, 0.0, True
-    for rate, block in _decode_blocks(path, start=start, end=end):
+    for rate, block in _decode_blocks(as_file(sound), start=start, end=end):
         frames += len(block)
         block_peak = _find_peak(block)
         if not math.isfinite(block_peak):
@@ -124,16 +160,23 @@ def _count_resampled(frames: int, rate: int) -> int:
     return (2 * frames * SAMPLE_RATE + rate) // (2 * rate)
 
 
-def _decode_blocks(path: str, *, start: float | None, end: float | None) -> Iterator[tuple[int, np.ndarray]]:
+def _open(file: str | bytes) -> BinaryIO:
+    return io.BytesIO(file) if isinstance(file, bytes) else open(file, "rb")
+
+
+def _decode_blocks(file: str | bytes, *, start: float | None, end: float | None) -> Iterator[tuple[int, np.ndarray]]:
     """Yields the file's rate with float32 blocks (frames, channels), at least one; raises AudioError."""
-    if not os.path.exists(path):
+    if isinstance(file, str) and not os.path.exists(file):
         raise AudioError("missing_file", "there is no such file")
-    if not os.path.isfile(path):
+    if isinstance(file, str) and not os.path.isfile(file):
         raise AudioError("unreadable", "this is not a file")
+    name = "clip" if isinstance(file, bytes) else file
     try:
-        if fault := find_fault(path):
+        with _open(file) as content:
+            fault = find_fault(content, name)
+        if fault:
             raise AudioError("unreadable", fault)
-        with _open_sound(path) as sound:
+        with _open_sound(file) as sound:
             if sound.format == "RAW":  # libsndfile believes names such as .vox and .gsm, whatever is in the file
                 raise AudioError("unreadable", NO_HEADER)
             first, last = _choose_frames(sound, start, end)
@@ -156,7 +199,7 @@ def _decode_blocks(path: str, *, start: float | None, end: float | None) -> Iter
         raise AudioError("unreadable", NO_HEADER) from error
     except soundfile.SoundFileError as error:
         what = str(getattr(error, "error_string", error)).rstrip(".")
-        raise AudioError("unreadable", f"{what}; if a player plays it, {suggest_conversion(path)}") from error
+        raise AudioError("unreadable", f"{what}; if a player plays it, {suggest_conversion(name)}") from error
     except (OSError, ValueError) as error:
         raise AudioError("unreadable", str(error)) from error
 
@@ -175,20 +218,20 @@ def _choose_frames(sound: soundfile.SoundFile, start: float | None, end: float |
 
 
 @contextmanager
-def _open_sound(path: str) -> Iterator[_ForwardSound]:
-    """The opened file. MP3 of changing bitrate can only be counted by a header that some files lack: these are read to their end."""
-    with _ForwardSound(path) as sound:
+def _open_sound(file: str | bytes) -> Iterator[_ForwardSound]:
+    """The opened sound. MP3 of changing bitrate can only be counted by a header that some files lack: these are read to their end."""
+    with _ForwardSound(io.BytesIO(file) if isinstance(file, bytes) else file) as sound:
         sound.states_length = sound.frames != UNKNOWN_FRAMES
-        if not sound.subtype.startswith("MPEG_LAYER") or _states_mp3_length(path):
+        if not sound.subtype.startswith("MPEG_LAYER") or _states_mp3_length(file):
             yield sound
             return
-    with _LongerFile(path) as file, _ForwardSound(file) as sound:
+    with (_LongerContent if isinstance(file, bytes) else _LongerFile)(file) as longer, _ForwardSound(longer) as sound:
         sound.states_length = False
         yield sound
 
 
-def _states_mp3_length(path: str) -> bool:
-    with open(path, "rb") as file:
-        skip_id3(file)
-        start = file.read(1 << 16).lstrip(b"\0")[:1500]  # some files begin with blank bytes
+def _states_mp3_length(file: str | bytes) -> bool:
+    with _open(file) as content:
+        skip_id3(content)
+        start = content.read(1 << 16).lstrip(b"\0")[:1500]  # some files begin with blank bytes
     return b"Xing" in start or b"Info" in start

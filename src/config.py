@@ -4,6 +4,7 @@ import copy
 import difflib
 import functools
 import json
+import math
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -66,15 +67,46 @@ class ModelConfig:
 
 @dataclass
 class DataSource:
-    """One manifest.
+    """One manifest, or one split of a set on the Hub: either `path` or `hub`.
 
     Args:
         path: a .jsonl, .csv or .tsv file, or a folder with metadata.jsonl, .csv or .tsv; relative to the working directory.
-        audio_folder: what audio paths are relative to, itself relative to the manifest; null: next to the manifest.
+        audio_folder: what audio paths of a manifest are relative to, itself relative to the manifest; null: next to it.
+        hub: a set on the Hub (owner/name), or a local folder of Parquet files in its layout (then nothing is looked up).
+        config: the set's configuration, where it has several.
+        split: the set's split; needed with hub.
+        revision: branch, tag or commit of the set.
+        weight: how many times an epoch meets each row; with data.streaming the relative chance of the source; training only.
+        language: of every row, whatever a column says; a code or an English name.
+        task: of every row, whatever a column says.
+        audio_column: as in the data section, for this source alone.
+        text_column: as in the data section, for this source alone.
+        speaker_column: the column that names the speaker, or several that do so together; null: speaker.
+        speaker_share: [low, high] from 0 to 1: only speakers whose hash falls into this part are read.
     """
 
-    path: str
+    path: str | None = None
     audio_folder: str | None = None
+    hub: str | None = None
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    weight: float = 1.0
+    language: str | None = None
+    task: Literal["transcribe", "translate"] | None = None
+    audio_column: str | None = None
+    text_column: str | None = None
+    speaker_column: str | list[str] | None = None
+    speaker_share: list[float] | None = None
+
+    @property
+    def name(self) -> str:
+        """What rows of this source are listed under: the manifest as typed, or hub:NAME/CONFIG/SPLIT."""
+        return self.path or "hub:" + "/".join(part for part in (self.hub, self.config, self.split) if part)
+
+    def fixed_fields(self) -> dict[str, str]:
+        """The columns that have one value in every row of this source."""
+        return {key: value for key, value in (("language", self.language), ("task", self.task)) if value}
 
 
 @dataclass
@@ -82,7 +114,7 @@ class DataConfig:
     """Which speech is trained on and which is scored.
 
     Args:
-        train: the manifests trained on.
+        train: the manifests and Hub sets trained on.
         validation: named sets; each has its own scores.
         audio_column: the manifest's key for the audio path; null: the one well-known name that is there.
         text_column: the manifest's key for the transcript; null: the one well-known name that is there.
@@ -91,6 +123,7 @@ class DataConfig:
         on_bad_row: drop them and go on, or fail.
         max_dropped_share: of a set; more is an error.
         allow_empty_text: teach silence as an empty transcript.
+        streaming: read the training sets, all on the Hub, while training; they are never downloaded whole.
     """
 
     train: list[DataSource] = field(default_factory=list)
@@ -102,6 +135,12 @@ class DataConfig:
     on_bad_row: Literal["drop", "fail"] = "drop"
     max_dropped_share: float = 0.1
     allow_empty_text: bool = False
+    streaming: bool = False
+
+    def sources(self) -> dict[str, DataSource]:
+        """Every source by its place in the recipe: data.train[0], data.validation.dev."""
+        train = {f"data.train[{number}]": source for number, source in enumerate(self.train)}
+        return train | {f"data.validation.{name}": source for name, source in self.validation.items()}
 
 
 @dataclass
@@ -443,15 +482,28 @@ class _Judge:
 
     def _is_source(self, source: Any, place: str) -> bool:
         if not isinstance(source, dict):
-            self.add(place, f"a path, or a mapping with path, is expected, not {json.dumps(source)}")
+            self.add(place, f"a path, or a mapping with path or hub, is expected, not {json.dumps(source)}")
             return False
         known = [f"{place}.{f.name}" for f in fields(DataSource)]
-        wrong = [f"{place}.{key}" for key in source if f"{place}.{key}" not in known]
-        for key in wrong:
-            self.unknown(key, known, "unknown key")
-        if source.get("path") is None:
-            self.missing(f"{place}.path", "the manifest")
-        return not wrong and source.get("path") is not None
+        is_good = True
+        for key in [key for key in source if f"{place}.{key}" not in known]:
+            is_good = False
+            self.unknown(f"{place}.{key}", known, "unknown key")
+        for key in [key for key, value in source.items() if value is None]:
+            del source[key]  # null is not set
+        for key in source:
+            is_good = is_good and self._has_type(source, key, place)
+        if "path" not in source and "hub" not in source:
+            self.missing(f"{place}.path", "the manifest; or hub: a set on the Hub")
+        return is_good and ("path" in source or "hub" in source)
+
+    def _has_type(self, source: dict[str, Any], key: str, place: str) -> bool:
+        try:
+            _source_parser().parse_object({"source": {key: copy.deepcopy(source[key])}}, defaults=False, env=False)
+        except Exception as error:
+            self.add(f"{place}.{key}", f"{_type_message(error)}, got {json.dumps(source[key])}")
+            return False
+        return True
 
     def unknown(self, key: str, known: list[str], message: str) -> None:
         """Adds that a key is not among the known ones, with the nearest: the same word elsewhere, or one spelt alike."""
@@ -502,6 +554,14 @@ def build_parser() -> ArgumentParser:
     for section, config in SECTIONS.items():
         parser.add_class_arguments(config, section)
     parser.set_defaults({f"lora.{key}": value for key, value in LORA_DEFAULTS.items()})
+    return parser
+
+
+@functools.cache
+def _source_parser() -> ArgumentParser:
+    """The parser of one source, so that a wrong value is told with its place in the list."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(DataSource, "source")
     return parser
 
 
@@ -570,6 +630,9 @@ def load_recipe(argv: list[str]) -> Recipe:
     parsed = _parse_types(known, judge)
     recipe = _assemble(reader.source, parsed, without_adapters, check_only)
     _find_clashes(recipe, judge, given=known)
+    _find_source_clashes(recipe.data, judge, given=known["data"])
+    if recipe.data.streaming and recipe.training["do_train"]:
+        _find_streaming_clashes(recipe, judge)
     if judge.problems:
         raise UserError(*judge.problems)
     return recipe
@@ -577,8 +640,8 @@ def load_recipe(argv: list[str]) -> Recipe:
 
 def _assemble(source: str, parsed: dict[str, Any], without_adapters: bool, check_only: bool) -> Recipe:
     data = dict(parsed["data"])
-    data["train"] = [DataSource(**_plain(item)) for item in data["train"]]
-    data["validation"] = {name: DataSource(**_plain(item)) for name, item in data["validation"].items()}
+    data["train"] = [_build_source(item) for item in data["train"]]
+    data["validation"] = {name: _build_source(item) for name, item in data["validation"].items()}
     model = ModelConfig(**parsed["model"])
     model.language = language_code(model.language)
     return Recipe(
@@ -590,6 +653,12 @@ def _assemble(source: str, parsed: dict[str, Any], without_adapters: bool, check
         training=_plain(parsed["training"]),
         check_only=check_only,
     )
+
+
+def _build_source(item: Any) -> DataSource:
+    source = DataSource(**_plain(item))
+    source.language = language_code(source.language)
+    return source
 
 
 def _plain(value: Any) -> Any:
@@ -726,6 +795,43 @@ def _find_best_model_clashes(recipe: Recipe, judge: _Judge) -> None:
             judge.add("training.save_steps", message)
 
 
+def _find_source_clashes(data: DataConfig, judge: _Judge, *, given: dict[str, Any]) -> None:
+    for place, source in data.sources().items():
+        if source.path and source.hub:
+            judge.add(place, "has path and hub; leave one of them out")
+        for key in ("config", "split", "revision"):
+            if source.path and not source.hub and getattr(source, key):
+                judge.add(f"{place}.{key}", "belongs to sets from the Hub; a manifest has none")
+        if source.hub and not source.path and source.audio_folder:
+            judge.add(f"{place}.audio_folder", "belongs to manifests; a set from the Hub has its sound within")
+        if source.hub and not source.split:
+            judge.missing(f"{place}.split", "such as train or test")
+        if not 0 < source.weight < math.inf:
+            judge.add(f"{place}.weight", "must be above 0")
+        if source.language and source.language not in LANGUAGES:
+            judge.add(f"{place}.language", nearest_languages(source.language))
+        if source.speaker_share is not None:
+            low, *high = source.speaker_share or [math.nan]
+            if len(high) != 1 or not 0 <= low < high[0] <= 1:
+                judge.add(f"{place}.speaker_share", "two numbers are expected, [low, high] with 0 <= low < high <= 1")
+    validation = given.get("validation")
+    for name, source in validation.items() if isinstance(validation, dict) else ():
+        if isinstance(source, dict) and "weight" in source:
+            judge.add(f"data.validation.{name}.weight", "scored sets are read once; leave it out")
+
+
+def _find_streaming_clashes(recipe: Recipe, judge: _Judge) -> None:
+    """A stream has no known length: what counts in epochs cannot be used, and only the Hub is streamed."""
+    for number, source in enumerate(recipe.data.train):
+        if source.path:
+            judge.add(f"data.train[{number}].path", "data.streaming reads sets from the Hub only; write hub, or data.streaming: false")
+    if recipe.training["max_steps"] <= 0:
+        judge.add("training.max_steps", "needed with data.streaming: a stream has no known length, so epochs cannot be counted")
+    for key in ("eval_strategy", "save_strategy", "logging_strategy"):
+        if recipe.training[key] == "epoch":
+            judge.add(f"training.{key}", "is epoch, which a stream has none of (data.streaming); write steps")
+
+
 # --- using -------------------------------------------------------------------------------------------------------
 
 
@@ -766,6 +872,8 @@ def dump_recipe(recipe: Recipe) -> str:
     data = section(recipe.data)
     data["train"] = [source_keys(source) for source in recipe.data.train]
     data["validation"] = {name: source_keys(source) for name, source in recipe.data.validation.items()}
+    for source in data["validation"].values():
+        del source["weight"]  # scored sets are read once
     sections = {
         "model": section(recipe.model),
         "lora": recipe.lora,

@@ -42,23 +42,22 @@ NO_SOUND = (  # first bytes in small letters, name and what to do
 )
 
 
-def find_fault(path: str) -> str | None:
-    """Why the file cannot be used, and what to do, where libsndfile would shorten or misread it without a word or could not say
-    what it is. None: that is for libsndfile to find out. Raises OSError."""
-    with open(path, "rb") as file:
-        head = file.read(HEAD_BYTES)
-        if not head:
-            return "the file is empty"
-        for start, what in NO_SOUND:
-            if head.lstrip().lower().startswith(start):
-                return f"this seems to be {what}"
-        if kind := _name_sound_elsewhere(file, head):
-            return f"this seems to be {kind}, which is not read; {suggest_conversion(path)}"
-        promised, held = _count_bytes(file, head[:12])
-        if promised > held + HEADER_SLACK_BYTES:
-            return f"cut off: {held} of {promised} bytes of sound are there"
-        if head[:4] == b"OggS" and (missing := _count_missing_of_last_page(file)):
-            return f"cut off: {missing} bytes of its last page are not there"
+def find_fault(file: BinaryIO, name: str) -> str | None:
+    """Why the file, called `name`, cannot be used, and what to do, where libsndfile would shorten or misread it without a word or
+    could not say what it is. None: that is for libsndfile to find out. Raises OSError."""
+    head = file.read(HEAD_BYTES)
+    if not head:
+        return "the file is empty"
+    for start, what in NO_SOUND:
+        if head.lstrip().lower().startswith(start):
+            return f"this seems to be {what}"
+    if kind := _name_sound_elsewhere(file, head):
+        return f"this seems to be {kind}, which is not read; {suggest_conversion(name)}"
+    promised, held = _count_bytes(file, head[:12])
+    if promised > held + HEADER_SLACK_BYTES:
+        return f"cut off: {held} of {promised} bytes of sound are there"
+    if head[:4] == b"OggS" and (missing := _count_missing_of_last_page(file)):
+        return f"cut off: {missing} bytes of its last page are not there"
     return None
 
 
@@ -92,7 +91,7 @@ def _name_sound_elsewhere(file: BinaryIO, head: bytes) -> str | None:
 
 def _count_bytes(file: BinaryIO, head: bytes) -> tuple[int, int]:
     """Bytes of sound that the header promises, and those that are there; (0, 0) where none are promised."""
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
     if head[:4] in CHUNK_ORDER:
         return _count_chunk_bytes(file, CHUNK_ORDER[head[:4]], size)
     if head[:4] in AU_ORDER:

@@ -30,6 +30,7 @@ FILES_A_TASK = 16  # files one thread takes at a time; a task for each would cos
 
 FindLabelProblem = Callable[[Row], tuple[str, str] | None]
 Segment = tuple[float | None, float | None]
+SoundKey = str | tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -123,10 +124,10 @@ def _measure_rows(rows: Sequence[Row], name: str, cache_folder: str | None) -> l
     known = {}
     for path in caches.values():
         known |= _load_measures(path)
-    segments: dict[str, dict[Segment, None]] = {}
+    segments: dict[SoundKey, tuple[Row, dict[Segment, None]]] = {}
     for row in rows:
-        segments.setdefault(row.audio, {})[row.start, row.end] = None
-    files = list(segments.items())
+        segments.setdefault(_sound_key(row), (row, {}))[1][row.start, row.end] = None
+    files = list(segments.values())
     tasks = [files[at : at + FILES_A_TASK] for at in range(0, len(files), FILES_A_TASK)]
     found = {}
     with (
@@ -135,23 +136,34 @@ def _measure_rows(rows: Sequence[Row], name: str, cache_folder: str | None) -> l
     ):
         results = threads.map(lambda task: [_measure_file(*file, known) for file in task], tasks)
         for task, measured in zip(tasks, results, strict=True):
-            for (audio, _), by_segment in zip(task, measured, strict=True):
-                found |= {(audio, *segment): measure for segment, measure in by_segment.items()}
+            for (row, _), by_segment in zip(task, measured, strict=True):
+                found |= {(_sound_key(row), *segment): measure for segment, measure in by_segment.items()}
             bar.update(len(task))
     for file, path in caches.items():
-        entries = (found[row.audio, row.start, row.end] for row in rows if row.file == file)
+        entries = (found[_sound_key(row), row.start, row.end] for row in rows if row.file == file)
         _save_measures(path, dict(entry for entry in entries if isinstance(entry[1], AudioMeasure)), known)
-    return [found[row.audio, row.start, row.end][1] for row in rows]
+    return [found[_sound_key(row), row.start, row.end][1] for row in rows]
+
+
+def _sound_key(row: Row) -> SoundKey:
+    """Rows with the same key are parts of the same sound."""
+    return row.audio if row.store is None else (row.file, row.line)
 
 
 def _measure_file(
-    audio: str, segments: dict[Segment, None], known: dict[str, AudioMeasure]
+    row: Row, segments: dict[Segment, None], known: dict[str, AudioMeasure]
 ) -> dict[Segment, tuple[str, AudioMeasure | AudioError]]:
     """(cache key, measure) for each segment; what is known for the same bytes is not decoded again."""
+    try:
+        sound = row.sound()
+    except AudioError as error:
+        return {segment: ("", AudioError(error.reason, error.detail)) for segment in segments}
     content = ""
-    if os.path.isfile(audio):
+    if isinstance(sound, bytes):
+        content = hashlib.blake2b(sound, digest_size=16).hexdigest()
+    elif os.path.isfile(sound):
         try:
-            with open(audio, "rb") as file:
+            with open(sound, "rb") as file:
                 content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
         except OSError:
             pass  # measure_audio meets the same and names it
@@ -161,7 +173,7 @@ def _measure_file(
         measure = known.get(key) if content else None
         if measure is None:
             try:
-                measure = measure_audio(audio, start=start, end=end)
+                measure = measure_audio(sound, start=start, end=end)
             except AudioError as error:
                 measure = AudioError(error.reason, error.detail)  # a fresh one: tracebacks would keep every block alive
         measured[start, end] = key, measure
@@ -175,7 +187,8 @@ def _count_usable_cores() -> int:
 def _choose_cache_path(cache_folder: str | None, manifest: str) -> str | None:
     if cache_folder is None:
         return None
-    name = hashlib.blake2b(os.fsencode(os.path.abspath(manifest)), digest_size=8).hexdigest()
+    place = manifest if manifest.startswith("hub:") else os.path.abspath(manifest)
+    name = hashlib.blake2b(os.fsencode(place), digest_size=8).hexdigest()
     return os.path.join(cache_folder, f"measures-{name}.json")
 
 

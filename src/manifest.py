@@ -5,9 +5,11 @@ import logging
 import math
 import os
 import unicodedata
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from sys import intern
+from typing import Protocol
 
 from faults import UserError
 from tables import SHOWN_FAULTS, find_table, read_records
@@ -22,11 +24,18 @@ NOT_SET = ("", "None", "null", "none")  # for language and task, which tables of
 logger = logging.getLogger(__name__)
 
 
+class SoundStore(Protocol):
+    """Where the sound of rows lies that have no file of their own."""
+
+    def read(self, line: int) -> str | bytes:
+        """The sound of the row at `line`: the content of a sound file, or the path of one."""
+
+
 @dataclass(slots=True)
 class Row:
     """One line of a manifest. `audio` is the path as found on disk, `text` is unchanged, `file` is the manifest as typed and
     `line` counts from 1; `start` and `end` are seconds inside the file; `duration` (seconds) is a hint, never trusted;
-    `extra` holds every other column as text. None: not set."""
+    `extra` holds every other column as text. None: not set. A row of a Hub set has its sound in `store`; its `audio` is only a name."""
 
     audio: str
     text: str
@@ -39,6 +48,11 @@ class Row:
     duration: float | None = None
     speaker: str | None = None
     extra: dict[str, str] | None = None
+    store: SoundStore | None = None
+
+    def sound(self) -> str | bytes:
+        """The path of the sound, or the content of its file."""
+        return self.audio if self.store is None else self.store.read(self.line)
 
 
 @dataclass(slots=True)
@@ -57,14 +71,20 @@ class _FieldError(Exception):
 
 
 def read_manifest(
-    path: str, *, audio_folder: str | None = None, audio_column: str | None = None, text_column: str | None = None
+    path: str,
+    *,
+    audio_folder: str | None = None,
+    audio_column: str | None = None,
+    text_column: str | None = None,
+    fixed: dict[str, str] | None = None,
 ) -> tuple[list[Row], list[BadRow]]:
     """The rows of a .jsonl, .csv or .tsv manifest in order, and apart the rows with a field that cannot be used (reason bad_field).
 
     `path` may be a folder with one of metadata.jsonl, metadata.csv and metadata.tsv. Audio paths are relative to `audio_folder`,
     itself relative to the manifest; None: next to it. UTF-8 with an optional byte-order mark; blank lines are skipped and counted,
-    and an empty field is not set. A column that isn't named is one of the well-known names if exactly one is there.
-    Whether the sound exists is for the check to tell. Raises UserError with every fault that makes the file unusable.
+    and an empty field is not set. A column that isn't named is one of the well-known names if exactly one is there; `fixed` columns
+    have that value in every row. Whether the sound exists is for the check to tell. Raises UserError with every fault that makes
+    the file unusable.
     """
     path = find_table(str(path))
     folder = os.path.join(os.path.dirname(path), audio_folder or "")
@@ -73,21 +93,20 @@ def read_manifest(
     records = read_records(path)
     if not records:
         raise UserError(f"{path}: there are no rows in this file")
-    audio_column, text_column = _choose_columns(path, records, audio=audio_column, text=text_column)
+    listed = dict.fromkeys(column for _, record in records for column in record)
+    audio_column, text_column = choose_columns(path, listed, audio=audio_column, text=text_column)
     rows, bad_rows = [], []
     for index, (line, record) in enumerate(records):
         records[index] = None  # a million records as dictionaries and as rows would not both fit
-        try:
-            rows.append(_build_row(record, (path, line), folder=folder, audio_column=audio_column, text_column=text_column))
-        except _FieldError as error:
-            audio = record.get(audio_column)
-            bad_rows.append(BadRow(path, line, _as_valid_text(audio) if isinstance(audio, str) else "", "bad_field", str(error)))
+        record = record | fixed if fixed else record
+        row = build_row(record, (path, line), folder=folder, audio_column=audio_column, text_column=text_column)
+        (rows if isinstance(row, Row) else bad_rows).append(row)
     return rows, bad_rows
 
 
-def _choose_columns(path: str, records: list[tuple[int, dict]], **wanted: str | None) -> list[str]:
+def choose_columns(path: str, columns: Iterable[str], **wanted: str | None) -> list[str]:
     """The column for each kind (audio, text): the wanted one, or the only one with a well-known name; raises UserError."""
-    columns = list(dict.fromkeys(column for _, record in records for column in record))
+    columns = list(columns)
     listed = _as_valid_text(", ".join(columns[:SHOWN_FAULTS]))
     chosen, problems = [], []
     for kind, column in wanted.items():
@@ -105,14 +124,35 @@ def _choose_columns(path: str, records: list[tuple[int, dict]], **wanted: str | 
     return chosen
 
 
-def _build_row(record: dict, place: tuple[str, int], *, folder: str, audio_column: str, text_column: str) -> Row:
+def build_row(
+    record: dict,
+    place: tuple[str, int],
+    *,
+    audio_column: str,
+    text_column: str,
+    folder: str = "",
+    store: SoundStore | None = None,
+) -> Row | BadRow:
+    """The row of a record at `place` (file and line), or a BadRow with reason bad_field.
+
+    Audio is relative to `folder`; with a `store` it is a name that no disk knows.
+    """
+    try:
+        audio = _require_text(record, audio_column).strip()
+        if not audio:
+            raise _FieldError(f"{audio_column} is empty")
+        row = Row(audio if store else _find_file(audio, folder), _require_text(record, text_column), *place, store=store)
+        _fill_row(row, record, needed=(audio_column, text_column))
+    except _FieldError as error:
+        audio = record.get(audio_column)
+        return BadRow(*place, _as_valid_text(audio) if isinstance(audio, str) else "", "bad_field", str(error))
+    return row
+
+
+def _fill_row(row: Row, record: dict, *, needed: tuple[str, str]) -> None:
     """Raises _FieldError for a value that cannot be used."""
-    audio = _require_text(record, audio_column).strip()
-    if not audio:
-        raise _FieldError(f"{audio_column} is empty")
-    row = Row(_find_file(audio, folder), _require_text(record, text_column), *place)
     for column, value in record.items():
-        if value is None or value == "" or column == audio_column or column == text_column:
+        if value is None or value == "" or column in needed:
             continue
         if column in ("start", "end"):
             setattr(row, column, _read_seconds(column, value))
@@ -131,7 +171,6 @@ def _build_row(record: dict, place: tuple[str, int], *, folder: str, audio_colum
         raise _FieldError(f"task is '{row.task}', not transcribe or translate")
     if row.end is not None and row.end <= (row.start or 0.0):
         raise _FieldError(f"end ({row.end} s) is not behind start ({row.start or 0.0} s)")
-    return row
 
 
 def _require_text(record: dict, column: str) -> str:

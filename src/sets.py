@@ -1,26 +1,44 @@
 """Which rows are trained on and which are scored? All are checked once, by the main process, before weights are loaded."""
 
-import json
+import logging
 import math
 import os
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from config import DataConfig, DataSource, TrainingConfig
 from data_check import SetCheck, check_rows, describe, judge_set, write_data_report
 from device import Meeting, Place
 from faults import UserError
+from hub import HubSet, open_hub_set
 from labels import LabelBuilder
 from manifest import BadRow, Row, read_manifest
+from mixing import Mix
+from speakers import choose_speakers
+from streaming import FIRST_ROWS, read_first_rows
+
+logger = logging.getLogger("manifest")  # the one that says what was taken from the tables
 
 
 @dataclass
 class CheckedSet:
-    """Rows that can be used, how many the manifests had, and how long the usable ones last."""
+    """Rows that can be used, how many the sources had, how long the usable ones last (seconds), and how an epoch mixes them
+    (None: each once). Of a streamed set `streams` are its sources, and the rows only its first ones, without their sound."""
 
     rows: list[Row]
     rows_total: int
     seconds: float
+    mix: Mix | None = None
+    streams: list[HubSet] = field(default_factory=list)
+
+
+@dataclass
+class Table:
+    """The rows of one source, and apart those with a field that cannot be used."""
+
+    rows: list[Row]
+    bad_rows: list[BadRow]
 
 
 def cache_folder() -> Path:
@@ -31,90 +49,143 @@ def cache_folder() -> Path:
 def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, folder: Path, with_training: bool) -> dict[str, CheckedSet]:
     """Reads and checks the training set (`with_training`), under the name "train", and every validation set.
 
-    The main process decodes each clip once and writes `data_report.json` and `.html` into `folder`; the other ranks
-    poll for its verdict and read the manifests alone. Raises UserError with the problems of all sets.
+    The main process loads sets from the Hub, decodes each clip once and writes `data_report.json` and `.html` into `folder`;
+    the other ranks poll for its verdict and read the tables alone. Raises UserError with the problems of all sets.
     """
-    sources = {"train": data.train if with_training else [], **{name: [source] for name, source in data.validation.items()}}
-    sources = {name: listed for name, listed in sources.items() if listed}
-    tables: dict[str, tuple[list[Row], list[BadRow]]] = {}
+    places = _list_places(data, with_training=with_training)
+    opened: dict[str, HubSet] = {}
+    tables: dict[str, list[Table]] = {}
 
     def examine() -> bytes:
-        tables.update(_read_sets(sources, data))
-        checks = [_check_set(name, *tables[name], data=data, labels=labels) for name in tables]
+        tables.update(_read_sets(places, data, opened))
+        checks = [_check_set(name, tables[name], data=data, labels=labels) for name in tables]
         write_data_report(folder, checks)
         for check in checks:
             print(describe(check), flush=True)
         problems = [
             problem
             for check in checks
-            for problem in judge_set(check, on_bad_row=data.on_bad_row, max_dropped_share=data.max_dropped_share)
+            for problem in judge_set(check, on_bad_row=data.on_bad_row, max_dropped_share=_most_dropped(check.name, data))
         ]
         if problems:
             raise UserError(*problems)
         verdict = {
             check.name: {
-                "bad": [(row.file, row.line) for row in check.bad_rows],
+                "bad": {(row.file, row.line) for row in check.bad_rows},
                 "rows_total": check.rows_read,
                 "seconds": check.seconds,
             }
             for check in checks
         }
-        return json.dumps(verdict).encode()
+        return pickle.dumps((verdict, opened, _without_sound(tables["train"]) if _is_streamed("train", data) else None))
 
-    verdict = json.loads(meeting.once(examine))
-    tables = tables or _read_sets(sources, data)
+    verdict, opened, first_rows = pickle.loads(meeting.once(examine))
+    if first_rows:
+        places.pop("train"), tables.pop("train", None)
+    tables = tables or _read_sets(places, data, opened)
+    tables |= {"train": first_rows} if first_rows else {}
     result = {}
     for name, facts in verdict.items():
-        if sum(map(len, tables[name])) != facts["rows_total"]:
+        if sum(len(table.rows) + len(table.bad_rows) for table in tables[name]) != facts["rows_total"]:
             raise RuntimeError(f"{name}: this process reads another number of rows than the main one did")
-        bad = {tuple(place) for place in facts["bad"]}
-        rows = [row for row in tables[name][0] if (row.file, row.line) not in bad]
-        result[name] = CheckedSet(rows, facts["rows_total"], facts["seconds"])
+        parts = [[row for row in table.rows if (row.file, row.line) not in facts["bad"]] for table in tables[name]]
+        result[name] = CheckedSet([row for part in parts for row in part], facts["rows_total"], facts["seconds"])
+        if name == "train":
+            result[name].mix = Mix([len(part) for part in parts], [source.weight for source in data.train])
+            result[name].streams = [opened[place] for place in opened if place.startswith("data.train[")] if first_rows else []
     return result
 
 
-def _read_sets(sources: dict[str, list[DataSource]], data: DataConfig) -> dict[str, tuple[list[Row], list[BadRow]]]:
+def _is_streamed(name: str, data: DataConfig) -> bool:
+    return name == "train" and data.streaming
+
+
+def _most_dropped(name: str, data: DataConfig) -> float:
+    """Of a stream's first rows only one must be left: too few are known for a share."""
+    return 1.0 if _is_streamed(name, data) else data.max_dropped_share
+
+
+def _without_sound(tables: list[Table]) -> list[Table]:
+    return [Table([replace(row, store=None) for row in table.rows], table.bad_rows) for table in tables]
+
+
+def _list_places(data: DataConfig, *, with_training: bool) -> dict[str, dict[str, DataSource]]:
+    """Set name -> place in the recipe -> source."""
+    places: dict[str, dict[str, DataSource]] = {}
+    for place, source in data.sources().items():
+        name = place.removeprefix("data.validation.") if place.startswith("data.validation.") else "train"
+        if with_training or name != "train":
+            places.setdefault(name, {})[place] = source
+    return places
+
+
+def _read_sets(places: dict[str, dict[str, DataSource]], data: DataConfig, opened: dict[str, HubSet]) -> dict[str, list[Table]]:
+    """The tables of every set; sets from the Hub are added to `opened` where they are not there yet."""
     tables, problems = {}, []
-    for name, listed in sources.items():
-        rows: list[Row] = []
-        bad: list[BadRow] = []
-        for source in listed:
+    for name, sources in places.items():
+        for place, source in sources.items():
             try:
-                more, worse = read_manifest(
-                    source.path, audio_folder=source.audio_folder, audio_column=data.audio_column, text_column=data.text_column
-                )
+                table = _read_source(source, place, data=data, opened=opened)
             except UserError as error:
                 problems += error.problems
                 continue
-            rows += more
-            bad += worse
-        tables[name] = (rows, bad)
+            tables.setdefault(name, []).append(table)
     if problems:
         raise UserError(*problems)
     return tables
 
 
-def _check_set(name: str, rows: list[Row], bad: list[BadRow], *, data: DataConfig, labels: LabelBuilder) -> SetCheck:
+def _read_source(source: DataSource, place: str, *, data: DataConfig, opened: dict[str, HubSet]) -> Table:
+    columns = {"audio_column": source.audio_column or data.audio_column, "text_column": source.text_column or data.text_column}
+    is_stream = data.streaming and place.startswith("data.train[")
+    if source.hub and place not in opened:
+        opened[place] = open_hub_set(source, place, streaming=is_stream, **columns)
+    if is_stream:
+        return Table(*read_first_rows(opened[place], place))
+    if source.hub:
+        rows, bad_rows = opened[place].read()
+    else:
+        rows, bad_rows = read_manifest(source.path, audio_folder=source.audio_folder, fixed=source.fixed_fields(), **columns)
+    chosen = choose_speakers(rows, source, place)
+    if len(chosen) < len(rows):
+        logger.info("%s: %s of %s rows are left out by speaker_share", source.name, f"{len(rows) - len(chosen):,}", f"{len(rows):,}")
+    return Table(chosen, bad_rows)
+
+
+def _check_set(name: str, tables: list[Table], *, data: DataConfig, labels: LabelBuilder) -> SetCheck:
+    if _is_streamed(name, data):
+        print(f"{name} is streamed: the first {FIRST_ROWS} rows of each source are checked now, the others as they come", flush=True)
     return check_rows(
-        rows,
+        [row for table in tables for row in table.rows],
         name=name,
-        reader_bad_rows=bad,
+        reader_bad_rows=[row for table in tables for row in table.bad_rows],
         find_label_problem=labels.find_problem,
         min_seconds=data.min_duration_seconds,
         max_seconds=data.max_duration_seconds,
-        cache_folder=cache_folder(),
+        cache_folder=None if _is_streamed(name, data) else cache_folder(),
     )
 
 
-def describe_plan(train: CheckedSet, arguments: TrainingConfig, *, place: Place) -> str:
-    """One line for the log: the steps, the epochs, and the global batch with its sum."""
+def describe_plan(train: CheckedSet, data: DataConfig, arguments: TrainingConfig, *, place: Place) -> str:
+    """For the log: the steps, the epochs, the global batch with its sum, and clips by source where they differ in weight."""
     each, accumulated = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     whole = place.world_size * each * accumulated
     steps = arguments.max_steps
+    clips = train.mix.clips if train.mix else [len(train.rows)]
     if steps <= 0:
-        micro_batches = math.ceil(len(train.rows) / (place.world_size * each))
+        micro_batches = math.ceil(sum(clips) / (place.world_size * each))
         steps = math.ceil(arguments.num_train_epochs * math.ceil(micro_batches / accumulated))
-    return (
-        f"{steps:,} steps ({steps * whole / len(train.rows):.1f} epochs) of {whole} clips = {place.world_size} process"
+    epochs = "streamed" if train.streams else f"{steps * whole / sum(clips):.1f} epochs"
+    line = (
+        f"{steps:,} steps ({epochs}) of {whole} clips = {place.world_size} process"
         f"{'es' if place.world_size > 1 else ''} x {each} at once x {accumulated} accumulated"
     )
+    if train.mix is None or train.mix.is_plain:
+        return line
+    if train.streams:
+        total = sum(train.mix.weights)
+        shares = [f"{weight / total:.0%} {source.name}" for weight, source in zip(train.mix.weights, data.train, strict=True)]
+    else:
+        counts = zip(clips, data.train, train.mix.sizes, strict=True)
+        shares = [f"{count:,} clips of the {size:,} in {source.name}" for count, source, size in counts]
+    return f"{line}\n{'clips' if train.streams else 'an epoch'}: {', '.join(shares)}"

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from audio import SAMPLE_RATE, AudioError, load_audio
 from labels import LabelBuilder
 from manifest import Row
+from mixing import Mix
 
 
 class SpeechDataset(Dataset):
@@ -17,6 +18,7 @@ class SpeechDataset(Dataset):
 
     An item holds `input_features` (mel bins x 3000 frames, float32), `labels` (list of ids), `row_id` (int, counted from
     `first_id`), `language` and `task` (for generation), and `attention_mask` (3000 frames, 1 within the clip) on request.
+    `mix` says how often an epoch meets the rows of each source; None: once.
     """
 
     def __init__(
@@ -26,39 +28,45 @@ class SpeechDataset(Dataset):
         *,
         first_id: int = 0,
         with_mask: bool = False,
+        mix: Mix | None = None,
     ):
         self.rows = rows
         self.labels = labels
         self.first_id = first_id
         self.with_mask = with_mask
+        self.mix = mix
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.rows[index]
-        try:
-            waveform = load_audio(row.audio, start=row.start, end=row.end)
-        except AudioError as error:
-            raise RuntimeError(f"{row.file}:{row.line}: {row.audio}: {error}; it was readable when it was checked") from error
-        features = self.labels.base.processor.feature_extractor(
-            waveform,
-            sampling_rate=SAMPLE_RATE,
-            return_attention_mask=self.with_mask,
-            return_tensors="np",
-        )
-        if not np.isfinite(features["input_features"]).all():
-            raise RuntimeError(f"{row.file}:{row.line}: {row.audio}: its features are not finite")
-        item = {
-            "input_features": features["input_features"][0],
-            "labels": self.labels.build(row),
-            "row_id": self.first_id + index,
-            "language": self.labels.language_of(row),
-            "task": self.labels.task_of(row),
-        }
-        if self.with_mask:
-            item["attention_mask"] = features["attention_mask"][0]
-        return item
+        return build_example(self.rows[index], self.labels, row_id=self.first_id + index, with_mask=self.with_mask)
+
+
+def build_example(row: Row, labels: LabelBuilder, *, row_id: int, with_mask: bool = False) -> dict[str, Any]:
+    """One example as `SpeechDataset` describes it. Raises RuntimeError for sound that cannot be read or has no finite features."""
+    try:
+        waveform = load_audio(row.sound(), start=row.start, end=row.end)
+    except AudioError as error:
+        raise RuntimeError(f"{row.file}:{row.line}: {row.audio}: {error}; it was readable when it was checked") from error
+    features = labels.base.processor.feature_extractor(
+        waveform,
+        sampling_rate=SAMPLE_RATE,
+        return_attention_mask=with_mask,
+        return_tensors="np",
+    )
+    if not np.isfinite(features["input_features"]).all():
+        raise RuntimeError(f"{row.file}:{row.line}: {row.audio}: its features are not finite")
+    item = {
+        "input_features": features["input_features"][0],
+        "labels": labels.build(row),
+        "row_id": row_id,
+        "language": labels.language_of(row),
+        "task": labels.task_of(row),
+    }
+    if with_mask:
+        item["attention_mask"] = features["attention_mask"][0]
+    return item
 
 
 def collate(
@@ -68,7 +76,7 @@ def collate(
 
     Returns `input_features` (batch x mel bins x 3000, of `features_type`), `labels` (batch x length, int64, -100 behind each
     row's own length), `decoder_input_ids` (the labels one later, beginning with `start`), `row_id` (batch, int64), the lists
-    `language` and `task`, and `attention_mask` when the examples have one.
+    `language` and `task`, and `attention_mask` and the list `note` when the examples have them.
     """
     length = length_of(max(len(item["labels"]) for item in items))
     labels = torch.full((len(items), length), -100)
@@ -88,4 +96,6 @@ def collate(
     }
     if "attention_mask" in items[0]:
         batch["attention_mask"] = torch.from_numpy(np.stack([item["attention_mask"] for item in items]))
+    if "note" in items[0]:
+        batch["note"] = [item["note"] for item in items]
     return batch

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     with progress.during("data"):
         checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder, with_training=arguments.do_train)
     if arguments.do_train:
-        say(describe_plan(checked["train"], arguments, place=place))
+        say(describe_plan(checked["train"], recipe.data, arguments, place=place))
     say(find_shared_memory_shortage(arguments, mel_bins=base.config.num_mel_bins, place=place))
     if recipe.check_only:
         say(f"--check: this run can start: accelerate launch src/train.py {shlex.join(w for w in argv if w != '--check')}")
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
 
     # 7. The trainer. Scores of the untouched model are logged before the library knows where logs go.
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(folder / "logs")
-    train_set, sets = build_examples(recipe, checked, labels)
+    train_set, sets = build_examples(recipe, checked, labels, place=place)
     trainer = WhisperTrainer(
         model=model,
         args=arguments,

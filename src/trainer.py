@@ -14,21 +14,24 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import AutocastKwargs
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 from transformers import EarlyStoppingCallback, EvalPrediction, Seq2SeqTrainer, TrainerCallback, TrainerState
 from transformers.modeling_outputs import BaseModelOutput
 
 from compiling import Computation, padded_length
 from config import Recipe, TrainingConfig, accumulation_steps, best_metric
+from console import say
 from device import Place, check_placement
 from faults import UserError, progress
 from labels import LabelBuilder
 from manifest import Row
+from mixing import WeightedSampler
 from model import load_weights
 from output import write_checksums
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
 from speech import SpeechDataset, collate
+from streaming import StreamedSpeech, StreamReport, build_loader
 
 
 def mean_token_loss(
@@ -186,7 +189,11 @@ class WhisperTrainer(Seq2SeqTrainer):
         # The same of evaluations during training, by step and set; those of the best step and of the last one.
         self.kept: dict[int, dict[str, Any]] = {}
         self.expected_rows = 0
-        self.finite_loss = FiniteLoss(lambda row_ids: _name_rows([self.train_dataset.rows[i] for i in row_ids]))
+        self.stream: StreamReport | None = None
+        if isinstance(self.train_dataset, StreamedSpeech):
+            self.stream = StreamReport(self.train_dataset.data, place.world_size)
+            self.add_callback(TellDropped(self.stream))
+        self.finite_loss = FiniteLoss(self._name_clips)
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
         self.windows = 0
         self._unchecked = {"training", "evaluation"}
@@ -209,6 +216,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.windows, started = 0, time.perf_counter()
         result = super().train(*args, **kwargs)
         self.finite_loss.judge()
+        if self.stream:
+            self.stream.judge()
         progress.phase = "load"
         self.seconds["all"] = time.perf_counter() - started
         return result
@@ -237,11 +246,45 @@ class WhisperTrainer(Seq2SeqTrainer):
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
 
+    def get_train_dataloader(self) -> DataLoader:
+        """The stock loader, or that of a stream, which shares its rows out between the processes itself."""
+        if self.stream is None:
+            loader = super().get_train_dataloader()
+            if isinstance(self._mixing, WeightedSampler):
+                loader.set_sampler(self._mixing)  # so that the epoch reaches it when the first batches are skipped, too
+            return loader
+        return build_loader(
+            self.train_dataset,
+            device=self.args.device,
+            batch_size=self._train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        mix = getattr(self.train_dataset, "mix", None)
+        if mix is None or mix.is_plain:
+            self._mixing = super()._get_train_sampler(train_dataset)
+        else:
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            self._mixing = WeightedSampler(mix, seed=seed)
+        return self._mixing
+
+    def _name_clips(self, row_ids: Sequence[int]) -> str:
+        if self.stream:
+            return ", ".join(self.stream.names[row_id] for row_id in row_ids[:16])
+        return _name_rows([self.train_dataset.rows[row_id] for row_id in row_ids])
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The stock method, with the time that it waits for data taken."""
         started = time.perf_counter()
         with progress.during("data"):
             batches, items = super().get_batch_samples(*args, **kwargs)
+            for batch in batches if self.stream else ():
+                self.stream.add(batch["row_id"].tolist(), batch.pop("note"))
         self.seconds["data"] += time.perf_counter() - started
         self.windows += sum(len(batch["labels"]) for batch in batches) * self.args.world_size
         return batches, items
@@ -435,6 +478,19 @@ class Patience(EarlyStoppingCallback):
             super().on_evaluate(args, state, control, metrics, **kwargs)
 
 
+class TellDropped(TrainerCallback):
+    """Says with the log what the stream dropped, when that is more than before."""
+
+    def __init__(self, report: StreamReport):
+        self.report, self.told = report, 0
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One line of the main process, about its own rows."""
+        if self.report.dropped.total() > self.told:
+            self.told = self.report.dropped.total()
+            say(self.report.describe())
+
+
 class RecipeSteps(TrainerCallback):
     """Keeps the recipe's logging, evaluation and saving steps on resume, where the library takes the checkpoint's."""
 
@@ -444,8 +500,8 @@ class RecipeSteps(TrainerCallback):
 
 
 def build_examples(
-    recipe: Recipe, checked: dict[str, CheckedSet], labels: LabelBuilder
-) -> tuple[SpeechDataset | None, dict[str, SpeechDataset]]:
+    recipe: Recipe, checked: dict[str, CheckedSet], labels: LabelBuilder, *, place: Place
+) -> tuple[SpeechDataset | StreamedSpeech | None, dict[str, SpeechDataset]]:
     """The training examples (None when the recipe only scores) and the scored sets by name, with row ids of their own."""
     sets: dict[str, SpeechDataset] = {}
     first_id = 0
@@ -454,7 +510,11 @@ def build_examples(
         first_id += len(sets[name])
     if not recipe.training["do_train"]:
         return None, sets
-    return SpeechDataset(checked["train"].rows, labels, with_mask=recipe.model.apply_spec_augment), sets
+    part, with_mask = checked["train"], recipe.model.apply_spec_augment
+    if part.streams:
+        seed = recipe.training["seed"] if recipe.training["data_seed"] is None else recipe.training["data_seed"]
+        return StreamedSpeech(part.streams, labels, data=recipe.data, place=place, seed=seed, with_mask=with_mask), sets
+    return SpeechDataset(part.rows, labels, with_mask=with_mask, mix=part.mix), sets
 
 
 def thin_out(examples: SpeechDataset, most: int | None) -> Dataset:

@@ -77,7 +77,7 @@ def replaced(old: str, new: str) -> str:
         ("run:\n  baseline", "language", "recipe.yaml:10: language: there is no such section; did you mean model.language?"),
         ("train: train.jsonl", "train: [{pth: a}]", "recipe.yaml:7: data.train[0].pth: unknown key; did you mean data.train[0].path?"),
         ("dev: dev.jsonl", "dev:\n      fiel: a", "recipe.yaml:10: data.validation.dev.fiel: unknown key"),
-        ("    dev: dev.jsonl", "    dev: {}", "recipe.yaml:9: data.validation.dev.path: is missing; the manifest"),
+        ("    dev: dev.jsonl", "    dev: {}", "recipe.yaml:9: data.validation.dev.path: is missing; the manifest; or hub: a set on the Hub"),
     ],
 )
 def test_a_wrong_key_is_told_with_its_line_and_the_nearest_right_one(complain, old, new, problem):
@@ -386,7 +386,7 @@ CHECKPOINTING = "training.gradient_checkpointing_kwargs"
         (["--training.eval_strategy=no"], "training.eval_strategy", "load_best_model_at_end"),
         (["--training.eval_strategy=steps"], "training.save_strategy", "eval_strategy (steps)"),
         (["--training.save_strategy=no"], "training.save_strategy", "eval_strategy (epoch)"),
-        (["--training.torch_compile=true"], "training.torch_compile", "not supported"),
+        (["--training.torch_compile_mode=max-autotune"], "training.torch_compile_mode", "not supported"),
         (["--training.push_to_hub=true"], "training.push_to_hub", "not supported"),
         (["--training.auto_find_batch_size=true"], "training.auto_find_batch_size", "not supported"),
         (["--training.per_device_train_batch_size=0"], "training.per_device_train_batch_size", "at least 1"),
@@ -665,3 +665,63 @@ def test_rule_4_any_mutated_recipe_is_a_recipe_or_the_users_mistake_with_file_an
             assert len(problem.splitlines()) == 1
     else:
         assert isinstance(recipe, Recipe)
+# --- sources -----------------------------------------------------------------------------------------------------
+
+HUB = "{hub: a/b, split: train}"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{hub: a/b}", "data.train[0].split: is missing; such as train or test"),
+        ("{split: train}", "data.train[0].path: is missing; the manifest; or hub: a set on the Hub"),
+        ("{path: a.jsonl, hub: a/b, split: x}", "data.train[0]: has path and hub; leave one of them out"),
+        ("{path: a.jsonl, revision: main}", "data.train[0].revision: belongs to sets from the Hub; a manifest has none"),
+        ("{hub: a/b, splt: train}", "data.train[0].splt: unknown key; did you mean data.train[0].split?"),
+        ("{hub: a/b, split: train, weight: much}", 'data.train[0].weight: expected float, got "much"'),
+        ("{hub: a/b, split: train, weight: 0}", "data.train[0].weight: must be above 0"),
+        ("{hub: a/b, split: train, task: asr}", 'data.train[0].task: expected transcribe | translate, got "asr"'),
+        ("{hub: a/b, split: 5}", "data.train[0].split: expected str, got 5"),
+        ("{hub: a/b, split: train, language: hindu}", "data.train[0].language: Whisper has no language 'hindu'; nearest: hindi"),
+        ("{path: a.jsonl, speaker_share: [0.8]}", "data.train[0].speaker_share: two numbers are expected"),
+        ("{path: a.jsonl, speaker_share: [0.8, 0.2]}", "data.train[0].speaker_share: two numbers are expected"),
+        ("{path: a.jsonl, speaker_share: [0, 1.5]}", "data.train[0].speaker_share: two numbers are expected"),
+        ("{path: a.jsonl, speaker_share: []}", "data.train[0].speaker_share: two numbers are expected"),
+    ],
+)
+def test_a_source_is_read_strictly(complain, source, problem):
+    problems = complain(replaced("train: train.jsonl", f"train: [{source}]"))
+    assert [line for line in problems if line.startswith(f"recipe.yaml:7: {problem}")] and len(problems) == 1
+
+
+def test_a_scored_set_has_no_weight(complain):
+    assert complain(replaced("dev: dev.jsonl", "dev: {path: dev.jsonl, weight: 1}")) == [
+        "recipe.yaml:9: data.validation.dev.weight: scored sets are read once; leave it out"
+    ]
+
+
+def test_sources_of_both_kinds_come_back_from_a_dumped_recipe(read):
+    keys = "hub: a/b, config: hi_in, split: train, weight: 2, language: Hindi, speaker_column: [who, where], speaker_share: [0, 0.8]"
+    recipe = read(replaced("train: train.jsonl", f"train: [a.jsonl, {{{keys}}}]"))
+    source = recipe.data.train[1]
+    assert (source.name, source.language, source.weight) == ("hub:a/b/hi_in/train", "hi", 2.0)
+    assert (source.speaker_column, source.speaker_share) == (["who", "where"], [0, 0.8])
+    assert recipe.data.train[0].name == "a.jsonl" and list(recipe.data.sources()) == ["data.train[0]", "data.train[1]", "data.validation.dev"]
+    assert read(dump_recipe(recipe)).data == recipe.data
+
+
+STREAM = replaced("train: train.jsonl", f"train: {HUB}\n  streaming: true")
+BY_STEPS = "  eval_strategy: steps\n  save_strategy: steps\n"
+
+
+def test_a_stream_counts_steps_and_comes_from_the_hub(complain, read):
+    assert read(STREAM + BY_STEPS).data.streaming
+    assert complain(STREAM) == [
+        "recipe.yaml:13: training.eval_strategy: is epoch, which a stream has none of (data.streaming); write steps",
+        "recipe.yaml:13: training.save_strategy: is epoch, which a stream has none of (data.streaming); write steps",
+    ]
+    text = STREAM.replace(f"train: {HUB}", f"train: [{HUB}, b.jsonl]") + BY_STEPS
+    (problem,) = complain(text)
+    assert problem.startswith("recipe.yaml:7: data.train[1].path: data.streaming reads sets from the Hub only")
+    (problem,) = complain(STREAM.replace("  max_steps: 10\n", "") + BY_STEPS)
+    assert "training.max_steps: needed with data.streaming: a stream has no known length" in problem

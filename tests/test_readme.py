@@ -288,6 +288,14 @@ def test_the_table_of_a_section_holds_its_keys_with_their_defaults(title):
             assert config._read_yaml(cell, config._Reader("README.md")) == defaults(title)[key], key
 
 
+def test_the_table_of_sources_holds_their_keys_with_their_defaults():
+    rows = table("Sources", "key")
+    written = {key: row[1].strip("`") for row in rows for key in spans(row[0])}
+    assert {key: config._read_yaml(cell, config._Reader("README.md")) for key, cell in written.items()} == {
+        f.name: f.default for f in fields(config.DataSource)
+    }
+
+
 def test_every_key_in_the_text_is_one_of_the_schema():
     known = {*config._known_keys()}
     words = [word for span in spans(PROSE) for word in span.split()] + [word for line in commands() for word in line]

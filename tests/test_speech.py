@@ -11,6 +11,7 @@ import soundfile
 import toy
 import torch
 from config import DataConfig, DataSource, ModelConfig, Recipe, RunConfig
+from device import Place
 from labels import LabelBuilder
 from manifest import read_manifest
 from model import read_base_model
@@ -152,20 +153,20 @@ def recipe_for(model: ModelConfig, **training) -> Recipe:
 @pytest.mark.parametrize("augmented", [False, True])
 def test_only_training_with_augmentation_has_a_mask(labels, rows, augmented):
     checked = {name: CheckedSet(rows, len(rows), 1.0) for name in ("train", "dev", "other")}
-    train, sets = build_examples(recipe_for(ModelConfig(apply_spec_augment=augmented)), checked, labels)
+    train, sets = build_examples(recipe_for(ModelConfig(apply_spec_augment=augmented)), checked, labels, place=Place("cpu"))
     assert ("attention_mask" in train[0]) == augmented
     assert not any("attention_mask" in examples[0] for examples in sets.values())
 
 
 def test_row_ids_of_two_scored_sets_differ(labels, rows):
     checked = {name: CheckedSet(rows, len(rows), 1.0) for name in ("train", "dev", "other")}
-    _, sets = build_examples(recipe_for(ModelConfig()), checked, labels)
+    _, sets = build_examples(recipe_for(ModelConfig()), checked, labels, place=Place("cpu"))
     assert [examples[i]["row_id"] for examples in sets.values() for i in range(4)] == list(range(8))
 
 
 def test_a_recipe_that_only_scores_has_no_training_examples(labels, rows):
     checked = {name: CheckedSet(rows, len(rows), 1.0) for name in ("dev", "other")}
-    train, sets = build_examples(recipe_for(ModelConfig(), do_train=False), checked, labels)
+    train, sets = build_examples(recipe_for(ModelConfig(), do_train=False), checked, labels, place=Place("cpu"))
     assert train is None and list(sets) == ["dev", "other"]
 
 
