@@ -16,11 +16,12 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, WhisperProcessor
 
+from adapters import ADAPTER_FILE
 from config import Recipe, TrainingConfig, dump_recipe
 from device import Place, describe_place
 from faults import UserError
 from manifest import Row
-from model import ADAPTER_FILE, MODEL_FILE, BaseModel
+from model import MODEL_FILE, BaseModel
 from scores import count_word_errors, paired_p_value
 
 RECIPE_FILE, RESULTS_FILE, BASELINE_FILE, STATE_FILE = "recipe.yaml", "results.json", "baseline.json", "trainer_state.json"
@@ -125,7 +126,7 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
     if not isinstance(saved, dict):
         return f"warning: {folder / RECIPE_FILE} cannot be read; whether settings differ is not known"
     differences = compare_recipes(saved, dump_recipe(recipe))
-    fixed = [line for line in differences.splitlines() if re.search(r": (lora\.|model\.(name|quantization))", line)]
+    fixed = [line for line in differences.splitlines() if re.search(r": (lora\.|model\.(name|quantization|freeze_encoder))", line)]
     if fixed and checkpoints(folder):
         raise UserError(*(f"{line}; a run goes on with the model it began with" for line in fixed))
     return differences

@@ -118,7 +118,7 @@ def test_a_section_that_is_no_mapping_is_told_once(complain, section):
     ("section", "key", "value", "word"),
     [
         ("model", "load_in_8bit", "true", "model.quantization: 8bit"),
-        ("model", "load_in_4bit", "true", "model.quantization: 8bit"),
+        ("model", "load_in_4bit", "true", "model.quantization: 4bit"),
         ("model", "torch_dtype", "float16", "training.fp16"),
         ("model", "forced_decoder_ids", "null", "model.language and model.task"),
         ("data", "max_duration_in_seconds", "30", "data.max_duration_seconds"),
@@ -157,7 +157,7 @@ def test_every_old_key_is_refused_or_known_only_as_not_set(complain):
         ("training.bf16", "maybe", 'expected bool, got "maybe"'),
         ("training.eval_strategy", "often", 'expected no | steps | epoch, got "often"'),
         ("training.output_dir", "{a: 1}", 'expected str, got {"a": 1}'),
-        ("model.quantization", "16bit", 'expected 8bit | none, got "16bit"'),
+        ("model.quantization", "16bit", 'expected 8bit | 4bit | none, got "16bit"'),
         ("model.task", "translat", 'expected transcribe | translate, got "translat"'),
         ("model.suppress_tokens", "3", "expected list, got 3"),
         ("model.name", "3", "expected str, got 3"),
