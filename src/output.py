@@ -209,7 +209,7 @@ def describe_run(recipe: Recipe, arguments: TrainingConfig, *, place: Place, com
 
 
 def write_predictions(folder: Path, stage: str, texts: dict[str, list[tuple[Row, str, str | None]]]) -> None:
-    """Writes predictions/STAGE-SET.jsonl: for every scored row its place, both texts, word edits and reference words."""
+    """Writes predictions/STAGE-SET.jsonl: for every scored row its place, both texts, word edits by kind and reference words."""
     for name, rows in texts.items():
         references, hypotheses = [row.text for row, _, _ in rows], [text for _, text, _ in rows]
         counts = count_word_errors(references, hypotheses, languages=[language for _, _, language in rows])
@@ -221,12 +221,12 @@ def write_predictions(folder: Path, stage: str, texts: dict[str, list[tuple[Row,
                     "audio": row.audio,
                     "reference": row.text,
                     "hypothesis": text,
-                    "errors": errors,
-                    "words": words,
+                    "errors": count.errors,
+                    **count._asdict(),
                 },
                 ensure_ascii=False,
             )
-            for (row, text, _), (errors, words) in zip(rows, counts, strict=True)
+            for (row, text, _), count in zip(rows, counts, strict=True)
         ]
         write_text(folder / "predictions" / f"{stage}-{name}.jsonl", "\n".join(lines) + "\n")
 

@@ -1,5 +1,7 @@
 """A row's label is the same ids whatever the batch, made by name for the loaded tokenizer; padding comes from lengths."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import toy
@@ -10,6 +12,7 @@ from labels import LabelBuilder
 from manifest import Row
 from model import BaseModel, read_base_model, token_id
 from speech import collate
+from transformers import WhisperConfig
 from transformers.models.whisper.modeling_whisper import shift_tokens_right
 
 # Ids of the 51865-token vocabulary; letters are those of GPT-2: ! is 0, h 71, i 72, the blank 220.
@@ -79,9 +82,8 @@ def test_the_recipes_language_and_task_are_for_rows_without_their_own(base):
     assert (labels.language_of(row()), labels.task_of(row())) == ("fr", "translate")
 
 
-def test_ids_are_looked_up_by_name_in_a_vocabulary_with_one_language_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(toy, "LANGUAGE_COUNT", 100)
-    base = build_base(tmp_path)
+def test_ids_are_looked_up_by_name_in_a_vocabulary_with_one_language_more(tmp_path):
+    base = build_base(tmp_path, languages=100)
     assert base.config.vocab_size == 51866
     assert builder(base).build(row()) == [EN, TRANSCRIBE + 1, NO_TIMES + 1, 220, 71, 72, END]
     assert builder(base, language="yue").build(row())[0] == 50358
@@ -215,3 +217,25 @@ def test_an_english_only_model_takes_neither_language_nor_task(english):
 def test_an_english_only_model_refuses_other_languages_and_tasks(english, columns):
     reason, detail = builder(english, language=None).find_problem(row(**columns))
     assert reason == "unknown_language" and "English only" in detail
+
+
+# --- translation -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "task", "rows", "told"),
+    [
+        ((32, 4), "translate", [row()], True),
+        ((32, 4), "transcribe", [row(), row(task="translate")], True),
+        ((32, 2), "translate", [row()], True),
+        ((32, 4), "transcribe", [row()], False),
+        ((32, 4), "translate", [row(task="transcribe")], False),
+        ((32, 32), "translate", [row()], False),
+    ],
+)
+def test_translation_by_a_model_whose_decoder_was_cut_down_is_warned_of(base, layers, task, rows, told):
+    labels = builder(base, task=task)
+    sizes = dict(zip(("encoder_layers", "decoder_layers"), layers, strict=True))
+    labels.base = replace(base, config=WhisperConfig(**sizes))
+    lines = labels.describe_translation(rows)
+    assert [line.startswith("warning: rows have the task translate") for line in lines] == [True] * told
