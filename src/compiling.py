@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
 
-from adapters import compute_in_one_type
+from lora_products import compute_in_one_type
 from attention import use_attention_without_mask
 from config import Recipe
 

@@ -30,6 +30,7 @@ class ModelConfig:
     Args:
         name: Hub id, or a folder (then nothing is looked up).
         quantization: how the frozen weights are stored.
+        freeze_encoder: train the decoder alone; the encoder then needs no backward pass.
         language: for rows without their own; a code (hi) or an English name (Hindi); null: every row must have one.
         task: for rows without their own.
         attn_implementation: the attention kernel, in the words of transformers.
@@ -45,7 +46,8 @@ class ModelConfig:
     """
 
     name: str | None = None
-    quantization: Literal["8bit", "none"] = "8bit"
+    quantization: Literal["8bit", "4bit", "none"] = "8bit"
+    freeze_encoder: bool = False
     language: str | None = None
     task: Literal["transcribe", "translate"] = "transcribe"
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
@@ -199,8 +201,9 @@ class TrainingConfig(Seq2SeqTrainingArguments):
 
 @dataclass
 class Recipe:
-    """One checked recipe. `lora` None: full fine-tuning. `training` holds keyword arguments of `TrainingConfig`:
-    the object itself is made after the place is settled, since making it touches the device."""
+    """One checked recipe. `lora` None: full fine-tuning; `lora_given` names its keys that were written, not filled in.
+    `training` holds keyword arguments of `TrainingConfig`: the object itself is made after the place is settled, since
+    making it touches the device."""
 
     source: str
     model: ModelConfig
@@ -209,6 +212,7 @@ class Recipe:
     run: RunConfig
     training: dict[str, Any]
     check_only: bool = False
+    lora_given: tuple[str, ...] = field(default=(), compare=False)
 
 
 LORA_DEFAULTS = {"r": 32, "lora_alpha": 64, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
@@ -219,7 +223,7 @@ _WORDS_FOR_NULL_IN = ("model.language", "model.adapter", "run.resume")
 # Keys of older trainers and of public Whisper scripts, with the word to use here.
 OLD_KEYS = {
     "model.load_in_8bit": "write model.quantization: 8bit",
-    "model.load_in_4bit": "4-bit loading is not part of this version; write model.quantization: 8bit",
+    "model.load_in_4bit": "write model.quantization: 4bit",
     "model.device_map": "every process holds one whole copy on its own card; there is nothing to set",
     "model.max_memory": "every process holds one whole copy on its own card; there is nothing to set",
     "model.torch_dtype": "the compute type follows the card, or training.bf16 / training.fp16",
@@ -281,6 +285,44 @@ FIXED = {
     "eval_do_concat_batches": (True, "scores are computed on the whole set"),
     "train_sampling_strategy": ("random", "every window is 30 seconds; there is nothing to group"),
 }
+# Keys of peft's LoraConfig outside the tested combinations: the reason each is refused when it has another value than peft's own.
+UNTESTED_LORA = {
+    "task_type": "leave it out: with a task type the adapter sends input_ids, which Whisper does not take",
+    "inference_mode": "an adapter in inference mode does not train",
+    "auto_mapping": "peft fills it in",
+    "peft_type": "peft fills it in",
+    "peft_version": "peft fills it in",
+    "base_model_name_or_path": "write model.name",
+    "revision": "model.name is a folder or the newest revision on the Hub",
+    "fan_in_fan_out": "Whisper's layers store their weights as out x in",
+    "target_parameters": "every weight of Whisper belongs to a module; write lora.target_modules",
+    "layer_replication": "peft cannot repeat Whisper's layers",
+    "megatron_config": "Whisper has no Megatron layers",
+    "megatron_core": "Whisper has no Megatron layers",
+    "runtime_config": "the whole model is on the card; there is nothing to bring over for a moment",
+    "loftq_config": "see lora.init_lora_weights: it quantises the base model itself",
+    "eva_config": "see lora.init_lora_weights: it needs a pass over the data before the adapter is made",
+    "corda_config": "see lora.init_lora_weights: it needs a pass over the data before the adapter is made",
+    "lora_ga_config": "it needs gradients before the adapter is made",
+    "velora_config": "its gradients are approximate, and quantised layers have none of it",
+    "kasa_config": "it cuts the frozen weights and needs a loss of its own",
+    "monteclora_config": "it needs a loss of its own",
+    "arrow_config": "it chooses between adapters that are trained already",
+    "use_bdlora": "it is for serving over several cards",
+    "alora_invocation_tokens": "it needs a causal language model",
+    "use_qalora": "it needs GPTQ weights",
+    "qalora_group_size": "it needs GPTQ weights",
+}
+# Words of lora.init_lora_weights that no model here can take, and those that need weights as they are.
+_UNTESTED_INITS = {
+    False: "the adapter would change the model before any training, and the baseline with it",
+    "eva": UNTESTED_LORA["eva_config"].partition(": ")[2],
+    "corda": UNTESTED_LORA["corda_config"].partition(": ")[2],
+    "lora_ga": UNTESTED_LORA["lora_ga_config"],
+    "loftq": "it quantises the base model itself, and here that is done while loading",
+    "pissa_niter_": "it is drawn at random anew whenever the adapter is loaded; write pissa",
+}
+_UNQUANTIZED_INITS = ("olora", "pissa", "mica", "orthogonal")
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -629,6 +671,7 @@ def load_recipe(argv: list[str]) -> Recipe:
     judge.sources(known["data"])
     parsed = _parse_types(known, judge)
     recipe = _assemble(reader.source, parsed, without_adapters, check_only)
+    recipe.lora_given = tuple(known.get("lora", {}))
     _find_clashes(recipe, judge, given=known)
     _find_source_clashes(recipe.data, judge, given=known["data"])
     if recipe.data.streaming and recipe.training["do_train"]:
@@ -702,12 +745,8 @@ def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, A
         judge.add("lora", f"full fine-tuning (lora: null) cannot change {model.quantization} weights; write model.quantization: none")
     if lora is None and model.adapter:
         judge.add("model.adapter", "full fine-tuning (lora: null) has no adapter; leave one of them out")
-    if lora is not None and lora.get("inference_mode"):
-        judge.add("lora.inference_mode", "an adapter in inference mode does not train; leave it out")
-    if lora is not None and lora["r"] < 1:
-        judge.add("lora.r", "at least 1")
-    if lora is not None and lora.get("task_type"):
-        judge.add("lora.task_type", "leave it out: with a task type the adapter sends input_ids, which Whisper does not take")
+    if lora is not None:
+        _find_lora_clashes(lora, model, judge)
     if not data.train and training["do_train"]:
         judge.missing("data.train", "the manifest to train on")
     if not data.validation:
@@ -726,6 +765,46 @@ def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, A
     if run.global_batch_size and "gradient_accumulation_steps" in given.get("training", {}):
         judge.add("run.global_batch_size", "gradient accumulation follows from it; leave training.gradient_accumulation_steps out")
     _find_training_clashes(recipe, judge)
+
+
+def _find_lora_clashes(lora: dict[str, Any], model: ModelConfig, judge: _Judge) -> None:
+    unchanged = _plain(_defaults()["lora"])
+    for key, reason in UNTESTED_LORA.items():
+        if lora[key] != unchanged[key]:
+            judge.add(f"lora.{key}", f"not supported: {reason}")
+    ranks = {"r": lora["r"]} | {f"rank_pattern.{word}": rank for word, rank in (lora["rank_pattern"] or {}).items()}
+    for key, rank in ranks.items():
+        if not isinstance(rank, int) or rank < 1:
+            judge.add(f"lora.{key}", "a whole number, at least 1")
+        elif lora["init_lora_weights"] == "orthogonal" and rank % 2:
+            judge.add(f"lora.{key}", "init_lora_weights: orthogonal needs an even rank")
+    for word, alpha in (lora["alpha_pattern"] or {}).items():
+        if not isinstance(alpha, (int, float)):
+            judge.add(f"lora.alpha_pattern.{word}", "a number is expected")
+    if not lora["target_modules"]:
+        judge.add("lora.target_modules", "at least one name, or a regular expression")
+    words = {key: lora[key] for key in ("target_modules", "exclude_modules") if isinstance(lora[key], str)}
+    words |= {f"{key}.{word}": word for key in ("rank_pattern", "alpha_pattern") for word in lora[key] or {}}
+    for key, word in words.items():
+        try:
+            re.compile(word)
+        except (re.error, OverflowError, RecursionError) as error:
+            judge.add(f"lora.{key}", f"is no regular expression: {error}")
+    problem = find_init_problem(lora["init_lora_weights"], model.quantization)
+    if problem:
+        judge.add("lora.init_lora_weights", f"not supported: {problem}")
+    if lora["bias"] != "none" and model.quantization != "none":
+        judge.add("lora.bias", f"{model.quantization} layers keep their biases as they are; write model.quantization: none, or leave it out")
+
+
+def find_init_problem(init: bool | str, quantization: str) -> str | None:
+    """Why an adapter that begins by this word of peft's init_lora_weights cannot be trained; None: it can."""
+    for word, reason in _UNTESTED_INITS.items():
+        if init == word or (isinstance(init, str) and init.startswith("pissa_niter_") and word == "pissa_niter_"):
+            return reason
+    if quantization != "none" and init in _UNQUANTIZED_INITS:
+        return f"it is made from the weights as they are, not from {quantization} ones; write model.quantization: none"
+    return None
 
 
 def _find_training_clashes(recipe: Recipe, judge: _Judge) -> None:
@@ -754,6 +833,8 @@ def _find_training_clashes(recipe: Recipe, judge: _Judge) -> None:
             "training.gradient_checkpointing_kwargs",
             "use_reentrant: true cuts the graph in front of the convolutions and breaks DDP; leave it out",
         )
+    if training["torch_compile"] and recipe.model.quantization == "4bit":
+        judge.add("training.torch_compile", "a compiler would keep 4-bit weights in 16 bit between the passes; write model.quantization: 8bit")
     if training["ddp_find_unused_parameters"]:
         judge.add("training.ddp_find_unused_parameters", "every adapter takes part in every step; leave it out")
     if training["remove_unused_columns"]:
@@ -867,6 +948,10 @@ def dump_recipe(recipe: Recipe) -> str:
     def source_keys(source: DataSource) -> dict[str, Any]:
         return {key: value for key, value in section(source).items() if value is not None}
 
+    lora = recipe.lora
+    if lora is not None and recipe.model.adapter:  # whose own settings stay
+        lora = {key: lora[key] for key in recipe.lora_given}
+
     # Accumulation follows from the global batch size; both together would be refused.
     left_out = (*SECRETS, "gradient_accumulation_steps") if recipe.run.global_batch_size else SECRETS
     data = section(recipe.data)
@@ -876,7 +961,7 @@ def dump_recipe(recipe: Recipe) -> str:
         del source["weight"]  # scored sets are read once
     sections = {
         "model": section(recipe.model),
-        "lora": recipe.lora,
+        "lora": lora,
         "data": data,
         "run": section(recipe.run),
         "training": {key: value for key, value in recipe.training.items() if key not in left_out},

@@ -237,15 +237,20 @@ def find_strays(tensors: Iterator[tuple[str, torch.Tensor]], device: str) -> lis
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer, and the tensors that 8-bit layers hide in their state (codes and scales)."""
+    """Every parameter and buffer, and the tensors that 8-bit and 4-bit layers hide in their state (codes and scales)."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for name, module in model.named_modules():
-        for owner in (getattr(module, "state", None), getattr(module, "weight", None)):
-            for hidden in ("CB", "SCB"):
-                tensor = getattr(owner, hidden, None)
-                if isinstance(tensor, torch.Tensor):
-                    yield f"{name}.{hidden}", tensor
+        weight = getattr(module, "weight", None)
+        four_bit = getattr(weight, "quant_state", None)
+        hidden = [(owner, word, "") for owner in (getattr(module, "state", None), weight) for word in ("CB", "SCB")]
+        hidden += [(four_bit, word, "quant_state.") for word in ("absmax", "code", "offset")]
+        # The scales of double quantisation are quantised themselves.
+        hidden += [(getattr(four_bit, "state2", None), word, "quant_state.state2.") for word in ("absmax", "code")]
+        for owner, word, path in hidden:
+            tensor = getattr(owner, word, None)
+            if isinstance(tensor, torch.Tensor):
+                yield f"{name}.{path}{word}", tensor
 
 
 def check_placement(tensors: Iterator[tuple[str, torch.Tensor]], place: Place, *, what: str) -> None:

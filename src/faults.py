@@ -14,6 +14,12 @@ class UserError(Exception):
         super().__init__("\n".join(problems))
 
 
+def first_line(error: Exception) -> str:
+    """What an error of a library says, in one line; its kind when it says nothing."""
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 class RunFailure(Exception):
     """A failure while running; its message names the rank, the phase, the step and the error."""
 

@@ -1,6 +1,7 @@
 """What is a row's label? Token ids by name for the loaded tokenizer, one function for every row."""
 
 import re
+from collections.abc import Iterable
 
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
@@ -50,6 +51,16 @@ class LabelBuilder:
         text = row.text.strip()
         ids = self.tokenizer.encode(f" {text}", add_special_tokens=False) if text else []
         return [*self.prefix(row), *ids, self.end]
+
+    def describe_translation(self, rows: Iterable[Row]) -> list[str]:
+        """A warning for the log when rows are to be translated by a model whose decoder was cut down, such as turbo."""
+        config = self.base.config
+        if 2 * config.decoder_layers > config.encoder_layers or all(self.task_of(row) != "translate" for row in rows):
+            return []
+        return [
+            f"warning: rows have the task translate, and {self.base.name} looks like turbo or a distilled model "
+            f"({config.encoder_layers} encoder layers, {config.decoder_layers} in the decoder), which were not trained to translate"
+        ]
 
     def find_problem(self, row: Row) -> tuple[str, str] | None:
         """What makes the row's text unusable: a reason in the report's fixed words and a detail; None when it is fine."""

@@ -1,15 +1,12 @@
-"""What is trained? Whisper with frozen weights in 8 bit or unquantised, one whole copy on this process's device, and an adapter."""
+"""What is trained? Whisper with frozen weights in 8 bit, 4 bit or unquantised, one whole copy on this process's device, and an adapter."""
 
-import warnings
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from peft import LoraConfig, LoraRuntimeConfig, PeftModel, get_peft_model, load_peft_weights
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
+from peft import PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import (
     BitsAndBytesConfig,
@@ -22,12 +19,13 @@ from transformers import (
 )
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
+from adapters import build_lora_config, describe_sides
 from config import ModelConfig, Recipe
 from device import Place, check_placement, model_tensors
 from eight_bit import use_dequantized_products
-from faults import UserError
+from faults import UserError, first_line
+from four_bit import keep_product_type
 
-ADAPTER_FILE = "adapter_model.safetensors"
 MODEL_FILE = "model.safetensors"
 # Tokens in front of the first text token: start, language, task, no-timestamps; English-only models have no language and task.
 PROMPT_TOKENS = {True: 4, False: 2}
@@ -69,8 +67,8 @@ class BaseModel:
 def read_base_model(model: ModelConfig, *, max_new_tokens: int | None, num_beams: int | None) -> BaseModel:
     """Reads config, tokenizer and generation config of the base model; weights are not touched.
 
-    `max_new_tokens` None: as many as there is room for. Raises UserError when something is missing (an adapter that the
-    recipe names, too), is not Whisper, or does not fit the recipe.
+    `max_new_tokens` None: as many as there is room for. Raises UserError when something is missing, is not Whisper, or
+    does not fit the recipe.
     """
     folder = Path(model.name)
     is_local = folder.is_dir()
@@ -86,22 +84,20 @@ def read_base_model(model: ModelConfig, *, max_new_tokens: int | None, num_beams
             token_id(tokenizer, token)
     except Exception as error:
         hint = "" if is_local else "; give a folder, or a Hub id that this machine can reach"
-        raise UserError(f"model.name: {model.name} cannot be read: {_first_line(error)}{hint}") from error
+        raise UserError(f"model.name: {model.name} cannot be read: {first_line(error)}{hint}") from error
     if config.model_type != "whisper":
         raise UserError(f"model.name: {model.name} is a {config.model_type} model, not Whisper")
     if len(tokenizer) > config.vocab_size:
         raise UserError(f"model.name: {model.name}: the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}")
     if is_local and not any(folder.glob("*.safetensors")):
         raise UserError(f"model.name: {model.name} holds no weights as safetensors; others are not read")
-    if model.adapter and not (Path(model.adapter) / ADAPTER_FILE).is_file():
-        raise UserError(f"model.adapter: {model.adapter} holds no {ADAPTER_FILE}")
     try:
         generation_config = GenerationConfig.from_pretrained(name, local_files_only=is_local)
     except OSError as error:
         if (folder / "generation_config.json").is_file():
-            raise UserError(f"model.name: {model.name} cannot be read: {_first_line(error)}") from error
+            raise UserError(f"model.name: {model.name} cannot be read: {first_line(error)}") from error
         if not is_local and "does not appear to have a file" not in str(error):
-            raise UserError(f"model.name: {model.name} cannot be read: {_first_line(error)}") from error
+            raise UserError(f"model.name: {model.name} cannot be read: {first_line(error)}") from error
         generation_config = GenerationConfig()
     notes: list[str] = []
     if config.encoder_layerdrop or config.decoder_layerdrop:
@@ -131,11 +127,6 @@ def read_base_model(model: ModelConfig, *, max_new_tokens: int | None, num_beams
     generation_config.max_length = min(max_new_tokens, room)
     generation_config.num_beams = num_beams or 1
     return base
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error.args[0] if isinstance(error, KeyError) else error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def complete_generation_config(
@@ -184,72 +175,17 @@ def _check_language(model: ModelConfig, generation_config: GenerationConfig) -> 
         raise UserError(f"model.language: {model.name} has no token for {model.language}")
 
 
-def build_lora_config(lora: dict[str, Any]) -> LoraConfig:
-    """peft's LoraConfig from the recipe's section; only what differs from peft's own defaults is handed over."""
-    given = {f.name: lora[f.name] for f in fields(LoraConfig) if f.name in lora and lora[f.name] != _default(f)}
-    if given.get("init_lora_weights") != "loftq":
-        given.pop("loftq_config", None)  # the parser fills it in
-    if "runtime_config" in given:
-        given["runtime_config"] = LoraRuntimeConfig(**given["runtime_config"])
-    return LoraConfig(**given)
-
-
-def _default(field: Field) -> Any:
-    value = field.default if field.default_factory is MISSING else field.default_factory()
-    return asdict(value) if is_dataclass(value) else value
-
-
-def check_adapter(recipe: Recipe, base: BaseModel) -> None:
-    """Tries the recipe's adapter on the model's shape, without weights.
-
-    Raises UserError when peft refuses it, when an entry of target_modules matches nothing, or when the adapter folder
-    that the recipe names was made for another shape.
-    """
-    if recipe.lora is None:
-        return
-    with torch.device("meta"):
-        whisper = WhisperForConditionalGeneration(base.config)
-    layers = f"the encoder has {base.config.encoder_layers} layers, the decoder {base.config.decoder_layers}"
-    if recipe.model.adapter:
-        _check_adapter_folder(whisper, recipe.model.adapter)
-        return
-    names = [name for name, _ in whisper.named_modules()]
-    targets = recipe.lora["target_modules"]
-    for target in targets if isinstance(targets, list) else []:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise UserError(f"lora.target_modules: no module is called {target}; there are q_proj, k_proj, v_proj, out_proj, fc1, fc2")
-    try:
-        get_peft_model(whisper, build_lora_config(recipe.lora))
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"lora: {_first_line(error)} ({layers})") from error
-
-
-def _check_adapter_folder(whisper: torch.nn.Module, folder: str) -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a model without weights has no name
-            model = get_peft_model(whisper, LoraConfig.from_pretrained(folder))
-        with safe_open(Path(folder) / ADAPTER_FILE, framework="pt") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise UserError(f"model.adapter: {folder} cannot be read: {_first_line(error)}") from error
-    expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
-    if stored != expected:
-        differing = sorted(name for name in {*stored, *expected} if stored.get(name) != expected.get(name))
-        raise UserError(f"model.adapter: {folder} does not fit this model: {differing[0]} and {len(differing) - 1} more differ")
-
-
 def load_model(recipe: Recipe, base: BaseModel, place: Place, *, compute_type: torch.dtype) -> torch.nn.Module:
     """Loads one whole copy of the base model onto this process's device and puts the adapter on it.
 
-    Frozen weights are 8-bit codes or of `compute_type`; everything trainable is float32, full fine-tuning included.
-    Raises RuntimeError when a tensor, hidden ones of 8-bit layers included, is anywhere else than on the device.
+    Frozen weights are 8-bit or 4-bit codes or of `compute_type`; everything trainable is float32, full fine-tuning
+    included. Raises RuntimeError when a tensor, hidden ones of quantised layers included, is anywhere else than on the
+    device.
     """
-    quantized = recipe.model.quantization == "8bit"
     model = WhisperForConditionalGeneration.from_pretrained(
         base.name,
         config=base.config,
-        quantization_config=BitsAndBytesConfig(load_in_8bit=True) if quantized else None,
+        quantization_config=build_quantization_config(recipe.model.quantization, compute_type),
         device_map={"": place.device},
         dtype=compute_type if recipe.lora else torch.float32,
         attn_implementation=recipe.model.attn_implementation,
@@ -257,20 +193,38 @@ def load_model(recipe: Recipe, base: BaseModel, place: Place, *, compute_type: t
         local_files_only=Path(base.name).is_dir(),
     )
     use_dequantized_products(model)
+    keep_product_type(model)
     model.generation_config = base.generation_config
+    encoder = model.model.encoder
     if recipe.lora is not None:
         model.requires_grad_(False)
         if recipe.model.adapter:
             model = _attach_adapter(model, recipe.model.adapter)
         else:
-            model = get_peft_model(model, build_lora_config(recipe.lora))
+            model = get_peft_model(model, build_lora_config(recipe.lora, freeze_encoder=recipe.model.freeze_encoder))
     else:
         # The encoder's positions are sinusoids; loading makes them trainable.
-        model.model.encoder.embed_positions.requires_grad_(False)
+        encoder.embed_positions.requires_grad_(False)
+    if recipe.model.freeze_encoder:
+        encoder.requires_grad_(False)
     for _, parameter in trainable_parameters(model):
         parameter.data = parameter.data.float()
     check_placement(model_tensors(model), place, what="the model")
     return model
+
+
+def build_quantization_config(quantization: str, compute_type: torch.dtype) -> BitsAndBytesConfig | None:
+    """How bitsandbytes stores linear weights while they are loaded; None: as they are."""
+    if quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if quantization == "4bit":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute_type,
+        )
+    return None
 
 
 def _attach_adapter(model: torch.nn.Module, folder: str) -> PeftModel:
@@ -294,14 +248,23 @@ def describe_generation(base: BaseModel) -> str:
 
 
 def describe_model(model: torch.nn.Module, recipe: Recipe, compute_type: torch.dtype) -> str:
-    """One line for the log: parameters, how they are stored, what is trained."""
-    total = sum(parameter.numel() for parameter in model.parameters())
+    """One line for the log: parameters, how they are stored, what is trained and on which side."""
+    total = sum(count_weights(parameter) for parameter in model.parameters())
     trained = sum(parameter.numel() for _, parameter in trainable_parameters(model))
-    stored = {"8bit": "8-bit", "none": "unquantised"}[recipe.model.quantization]
+    stored = {"8bit": "8-bit", "4bit": "4-bit", "none": "unquantised"}[recipe.model.quantization]
+    adapted = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     return (
         f"{recipe.model.name}: {total / 1e6:.1f} M parameters, {stored}, computed in {str(compute_type).removeprefix('torch.')}; "
         f"{trained / 1e6:.2f} M trained in float32 ({100 * trained / total:.2f} %)"
+        + (f", adapters on {describe_sides(adapted)}" if adapted else "")
+        + (", the encoder frozen" if recipe.model.freeze_encoder else "")
     )
+
+
+def count_weights(parameter: torch.nn.Parameter) -> int:
+    """The number of weights that a parameter stands for; a 4-bit one holds two in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
 
 
 def load_weights(model: torch.nn.Module, folder: str | Path) -> None:

@@ -17,11 +17,12 @@ import yaml
 from safetensors import safe_open
 from transformers import GenerationConfig, WhisperProcessor
 
+from adapters import ADAPTER_FILE
 from config import Recipe, TrainingConfig, dump_recipe
 from device import Place, describe_place
 from faults import UserError
 from manifest import Row
-from model import ADAPTER_FILE, MODEL_FILE, BaseModel
+from model import MODEL_FILE, BaseModel
 from scores import count_word_errors, paired_p_value
 
 RECIPE_FILE, RESULTS_FILE, BASELINE_FILE, STATE_FILE = "recipe.yaml", "results.json", "baseline.json", "trainer_state.json"
@@ -149,7 +150,7 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
     if not isinstance(saved, dict):
         return f"warning: {folder / RECIPE_FILE} cannot be read; whether settings differ is not known"
     differences = compare_recipes(saved, dump_recipe(recipe))
-    fixed = [line for line in differences.splitlines() if re.search(r": (lora\.|model\.(name|quantization))", line)]
+    fixed = [line for line in differences.splitlines() if re.search(r": (lora\.|model\.(name|quantization|freeze_encoder))", line)]
     if fixed and checkpoints(folder):
         raise UserError(*(f"{line}; a run goes on with the model it began with" for line in fixed))
     return differences
@@ -232,7 +233,7 @@ def describe_run(recipe: Recipe, arguments: TrainingConfig, *, place: Place, com
 
 
 def write_predictions(folder: Path, stage: str, texts: dict[str, list[tuple[Row, str, str | None]]]) -> None:
-    """Writes predictions/STAGE-SET.jsonl: for every scored row its place, both texts, word edits and reference words."""
+    """Writes predictions/STAGE-SET.jsonl: for every scored row its place, both texts, word edits by kind and reference words."""
     for name, rows in texts.items():
         references, hypotheses = [row.text for row, _, _ in rows], [text for _, text, _ in rows]
         counts = count_word_errors(references, hypotheses, languages=[language for _, _, language in rows])
@@ -244,12 +245,12 @@ def write_predictions(folder: Path, stage: str, texts: dict[str, list[tuple[Row,
                     "audio": row.audio,
                     "reference": row.text,
                     "hypothesis": text,
-                    "errors": errors,
-                    "words": words,
+                    "errors": count.errors,
+                    **count._asdict(),
                 },
                 ensure_ascii=False,
             )
-            for (row, text, _), (errors, words) in zip(rows, counts, strict=True)
+            for (row, text, _), count in zip(rows, counts, strict=True)
         ]
         write_text(folder / "predictions" / f"{stage}-{name}.jsonl", "\n".join(lines) + "\n")
 

@@ -8,6 +8,7 @@ import tempfile
 import unicodedata
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jiwer
 import numpy as np
@@ -109,12 +110,30 @@ def compute_scores(
     }
 
 
+class WordErrors(NamedTuple):
+    """Word edits that turn a row's reference into what was said, and the number of its words."""
+
+    insertions: int
+    deletions: int
+    substitutions: int
+    words: int
+
+    @property
+    def errors(self) -> int:
+        """All edits."""
+        return self.insertions + self.deletions + self.substitutions
+
+
 def count_word_errors(
     references: Sequence[str], hypotheses: Sequence[str], *, languages: Sequence[str | None]
-) -> list[tuple[int, int]]:
+) -> list[WordErrors]:
     """Returns word edits and reference words of each row after `normalize`; summed over a set they give its `wer`."""
-    pairs = zip(map(normalize, references, languages), map(normalize, hypotheses, languages), strict=True)
-    return [(Levenshtein.distance(reference.split(), said.split()), len(reference.split())) for reference, said in pairs]
+    counts = []
+    for reference, said in zip(map(normalize, references, languages), map(normalize, hypotheses, languages), strict=True):
+        words = reference.split()
+        edits = [edit.tag for edit in Levenshtein.editops(words, said.split())]
+        counts.append(WordErrors(edits.count("insert"), edits.count("delete"), edits.count("replace"), len(words)))
+    return counts
 
 
 def paired_p_value(before: Sequence[int], after: Sequence[int], *, draws: int = 10_000) -> float:

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import set_seed
 
 import output
+from adapters import check_adapter
 from compiling import arrange_computation
 from config import Recipe, best_metric, dump_recipe, load_recipe
 from console import quieten, say
@@ -26,7 +27,7 @@ from estimates import find_shared_memory_shortage
 from faults import RunFailure, UserError, progress
 from labels import LabelBuilder
 from learning import LearningCheck, check_saved_weights
-from model import check_adapter, describe_generation, describe_model, load_model, read_base_model
+from model import describe_generation, describe_model, load_model, read_base_model
 from sets import CheckedSet, check_sets, describe_plan
 from trainer import ExplodingLoss, Patience, RecipeSteps, WhisperTrainer, build_arguments, build_examples, thin_out
 
@@ -54,8 +55,8 @@ def main(argv: list[str]) -> None:
     # 4. All of the base model but its weights.
     base = read_base_model(recipe.model, max_new_tokens=arguments.generation_max_length, num_beams=arguments.generation_num_beams)
     output.check_files_can_be_read_back(base)
-    check_adapter(recipe, base)
-    say(*base.notes, describe_generation(base))
+    notes = check_adapter(recipe, base.config)
+    say(*base.notes, *notes, describe_generation(base))
 
     # 5. The data, every clip decoded once.
     labels = LabelBuilder(base, recipe.model, allow_empty_text=recipe.data.allow_empty_text)
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> None:
     if arguments.do_train:
         say(describe_plan(checked["train"], recipe.data, arguments, place=place))
     say(find_shared_memory_shortage(arguments, mel_bins=base.config.num_mel_bins, place=place))
+    say(*labels.describe_translation(row for part in checked.values() for row in part.rows))
     if recipe.check_only:
         say(f"--check: this run can start: accelerate launch src/train.py {shlex.join(w for w in argv if w != '--check')}")
         return

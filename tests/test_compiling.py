@@ -13,7 +13,7 @@ from toy import build_whisper
 from transformers import BitsAndBytesConfig, WhisperForConditionalGeneration
 
 import compiling
-from adapters import compute_in_one_type
+from lora_products import compute_in_one_type
 from attention import use_attention_without_mask
 from eight_bit import use_dequantized_products
 

@@ -1,5 +1,7 @@
 """A row's label is the same ids whatever the batch, made by name for the loaded tokenizer; padding comes from lengths."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import toy
@@ -11,6 +13,7 @@ from manifest import Row
 from model import BaseModel, read_base_model, token_id
 from scores import decode_ids
 from speech import collate
+from transformers import WhisperConfig
 from transformers.models.whisper.modeling_whisper import shift_tokens_right
 
 # Ids of the 51865-token vocabulary; letters are those of GPT-2: ! is 0, h 71, i 72, the blank 220.
@@ -80,9 +83,8 @@ def test_the_recipes_language_and_task_are_for_rows_without_their_own(base):
     assert (labels.language_of(row()), labels.task_of(row())) == ("fr", "translate")
 
 
-def test_ids_are_looked_up_by_name_in_a_vocabulary_with_one_language_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(toy, "LANGUAGE_COUNT", 100)
-    base = build_base(tmp_path)
+def test_ids_are_looked_up_by_name_in_a_vocabulary_with_one_language_more(tmp_path):
+    base = build_base(tmp_path, languages=100)
     assert base.config.vocab_size == 51866
     assert builder(base).build(row()) == [EN, TRANSCRIBE + 1, NO_TIMES + 1, 220, 71, 72, END]
     assert builder(base, language="yue").build(row())[0] == 50358
@@ -249,3 +251,23 @@ def test_rule_10_any_label_that_is_not_refused_reads_as_its_text_language_and_ta
     assert decode_ids([ids], labels.tokenizer) == [text.strip()]
     code = {"hi": "hi", "Hindi": "hi", "Castilian": "es"}.get(language, "en")
     assert labels.tokenizer.convert_ids_to_tokens(ids[:3]) == [f"<|{code}|>", f"<|{task or 'transcribe'}|>", "<|notimestamps|>"]
+# --- translation -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "task", "rows", "told"),
+    [
+        ((32, 4), "translate", [row()], True),
+        ((32, 4), "transcribe", [row(), row(task="translate")], True),
+        ((32, 2), "translate", [row()], True),
+        ((32, 4), "transcribe", [row()], False),
+        ((32, 4), "translate", [row(task="transcribe")], False),
+        ((32, 32), "translate", [row()], False),
+    ],
+)
+def test_translation_by_a_model_whose_decoder_was_cut_down_is_warned_of(base, layers, task, rows, told):
+    labels = builder(base, task=task)
+    sizes = dict(zip(("encoder_layers", "decoder_layers"), layers, strict=True))
+    labels.base = replace(base, config=WhisperConfig(**sizes))
+    lines = labels.describe_translation(rows)
+    assert [line.startswith("warning: rows have the task translate") for line in lines] == [True] * told

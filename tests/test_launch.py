@@ -111,11 +111,12 @@ def test_a_resumed_run_equals_the_straight_run(speech, tmp_path, processes):
     assert again["train"]["windows"] == first["train"]["windows"] / 2  # it did not begin anew
 
 
-def test_eight_bit_training_runs_on_cpu_in_two_processes(speech, tmp_path):
-    recipe = write_recipe(speech, model={"quantization": "8bit"}, training={"output_dir": str(tmp_path / "out")})
+@pytest.mark.parametrize("quantization", ["8bit", "4bit"])
+def test_quantised_training_runs_on_cpu_in_two_processes(speech, tmp_path, quantization):
+    recipe = write_recipe(speech, model={"quantization": quantization}, training={"output_dir": str(tmp_path / "out")})
     run = launch(recipe, processes=2)
     assert run.status == 0, run.tail
-    assert "8-bit" in run.stdout
+    assert f"{quantization[0]}-bit, computed in float32" in run.stdout
     assert run.results["status"] == "finished"
     assert run.results["train"]["steps"] == 2
     assert set(run.results["final"]) == {"dev"}

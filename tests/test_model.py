@@ -13,15 +13,14 @@ import peft
 import pytest
 import toy
 import torch
+from adapters import build_lora_config
 from config import ModelConfig, Recipe, load_recipe
 from device import Place, choose_device
 from faults import UserError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model import (
-    ADAPTER_FILE,
     BaseModel,
-    build_lora_config,
     describe_generation,
     describe_model,
     load_model,
@@ -147,11 +146,6 @@ def test_weights_that_are_not_safetensors_are_refused_before_they_are_read(copy)
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"^model\.name: .* holds no weights as safetensors"):
         read(copy)
-
-
-def test_an_adapter_that_is_not_there_is_refused_before_weights_are_read(toy_folder, tmp_path):
-    with pytest.raises(UserError, match=rf"^model\.adapter: {tmp_path} holds no {ADAPTER_FILE}$"):
-        read(toy_folder, adapter=str(tmp_path))
 
 
 def test_layer_drop_is_set_to_zero_with_one_line(tmp_path, toy_folder):
@@ -280,7 +274,7 @@ class Asked(Exception):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("quantization", ["8bit", "none"])
+@pytest.mark.parametrize("quantization", ["8bit", "4bit", "none"])
 def test_each_rank_asks_for_one_whole_copy_on_its_own_card(toy_folder, tmp_path, monkeypatch, rank, quantization):
     environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     place = Place(choose_device(environ, 2), rank=rank, local_rank=rank, world_size=2, local_world_size=2)
@@ -295,7 +289,8 @@ def test_each_rank_asks_for_one_whole_copy_on_its_own_card(toy_folder, tmp_path,
     with pytest.raises(Asked):
         load_model(recipe, read(toy_folder), place, compute_type=torch.float16)
     assert asked["device_map"] == {"": f"cuda:{rank}"}
-    assert (quantization == "8bit") == bool(asked["quantization_config"] and asked["quantization_config"].load_in_8bit)
+    stored = asked["quantization_config"]
+    assert [bool(stored and stored.load_in_8bit), bool(stored and stored.load_in_4bit)] == [quantization == "8bit", quantization == "4bit"]
     assert asked["dtype"] == torch.float16 and asked["use_safetensors"] and asked["local_files_only"]
     assert not asked.get("trust_remote_code")
 
@@ -340,13 +335,13 @@ def test_adapters_are_read_to_the_cpu_and_never_to_card_0(toy_folder, tmp_path, 
 # --- what is trained ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quantization", ["8bit", "none"])
+@pytest.mark.parametrize(("quantization", "codes"), [("8bit", {torch.int8}), ("4bit", {torch.uint8}), ("none", set())])
 @pytest.mark.parametrize("compute_type", [torch.float16, torch.bfloat16, torch.float32])
-def test_adapters_are_float32_on_a_base_of_the_compute_type(toy_folder, tmp_path, quantization, compute_type):
+def test_adapters_are_float32_on_a_base_of_the_compute_type(toy_folder, tmp_path, quantization, codes, compute_type):
     model, _ = load(toy_folder, tmp_path, f"--model.quantization={quantization}", compute_type=compute_type)
     assert {parameter.dtype for _, parameter in trainable_parameters(model)} == {torch.float32}
     frozen = {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
-    assert frozen == {compute_type, torch.int8} if quantization == "8bit" else frozen == {compute_type}
+    assert frozen == {compute_type} | codes
     line = describe_model(model, recipe_for(toy_folder, tmp_path, f"--model.quantization={quantization}"), compute_type)
     assert str(compute_type).removeprefix("torch.") in line and "trained in float32" in line
 
@@ -358,11 +353,14 @@ def test_whatever_is_trained_on_a_half_precision_checkpoint_is_float32(copy, tmp
     assert {parameter.dtype for _, parameter in trainable_parameters(model)} == {torch.float32}
 
 
-def test_linear_layers_are_stored_in_8_bit_and_others_are_not(toy_folder, tmp_path):
-    model, _ = load(toy_folder, tmp_path)
+@pytest.mark.parametrize(
+    ("quantization", "kind"), [("8bit", bitsandbytes.nn.Linear8bitLt), ("4bit", bitsandbytes.nn.Linear4bit)]
+)
+def test_linear_layers_are_quantised_and_others_are_not(toy_folder, tmp_path, quantization, kind):
+    model, _ = load(toy_folder, tmp_path, f"--model.quantization={quantization}")
     kinds = {name: type(module) for name, module in model.named_modules() if hasattr(module, "weight")}
-    layers = [kind for name, kind in kinds.items() if name.endswith(("base_layer", "k_proj", "out_proj", "fc1", "fc2"))]
-    assert layers and all(issubclass(kind, bitsandbytes.nn.Linear8bitLt) for kind in layers)
+    layers = [found for name, found in kinds.items() if name.endswith(("base_layer", "k_proj", "out_proj", "fc1", "fc2"))]
+    assert layers and all(issubclass(found, kind) for found in layers)
     assert model.get_output_embeddings().weight.dtype == torch.float32
 
 
@@ -393,15 +391,11 @@ def test_a_fresh_adapter_changes_nothing(toy_folder, tmp_path):
         ([], {}),
         (["--lora.r=4", "--lora.target_modules=all-linear"], dict(r=4, target_modules="all-linear")),
         (
-            ["--lora.rank_pattern={q_proj: 8}", "--lora.use_rslora=true", "--lora.init_lora_weights=gaussian", "--lora.bias=all"],
-            dict(rank_pattern={"q_proj": 8}, use_rslora=True, init_lora_weights="gaussian", bias="all"),
+            ["--lora.rank_pattern={q_proj: 8}", "--lora.use_rslora=true", "--lora.init_lora_weights=gaussian", "--lora.bias=lora_only", "--model.quantization=none"],
+            dict(rank_pattern={"q_proj": 8}, use_rslora=True, init_lora_weights="gaussian", bias="lora_only"),
         ),
         (["--lora.target_modules=.*decoder.*fc1"], dict(target_modules=".*decoder.*fc1")),
         (["--lora.modules_to_save=[layer_norm]"], dict(modules_to_save=["layer_norm"])),
-        (
-            ["--lora.runtime_config.ephemeral_gpu_offload=true"],
-            dict(runtime_config=peft.LoraRuntimeConfig(ephemeral_gpu_offload=True)),
-        ),
     ],
 )
 def test_the_lora_section_is_pefts_own_config(toy_folder, tmp_path, words, expected):

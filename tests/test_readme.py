@@ -313,6 +313,13 @@ def test_every_refused_training_key_is_named():
     assert {key for key in named if "." not in key and f"training.{key}" not in known} <= {*config.UNTESTED}
 
 
+def test_every_lora_key_is_either_named_as_tested_or_as_refused():
+    tested, refused = (({*spans(part)}) for part in section("`lora`").split("Refused", 1))
+    named = {f.name for f in fields(config.LoraConfig)}
+    assert refused & named - {"init_lora_weights"} == {*config.UNTESTED_LORA}
+    assert {span.partition(":")[0] for span in tested} & named == named - {*config.UNTESTED_LORA}
+
+
 def source(*names: str) -> str:
     """Source text with literals that continue on the next line joined."""
     return re.sub(r'"\s*\n\s*f?"', "", "\n".join((ROOT / name).read_text(encoding="utf-8") for name in names))

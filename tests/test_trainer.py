@@ -146,7 +146,7 @@ def test_a_resumed_run_keeps_the_recipes_own_steps_and_refuses_another_adapter(s
     ("words", "reason"),
     [
         (["--lora.target_modules", "[q_proj, vproj]"], "lora.target_modules: no module is called vproj"),
-        (["--lora.layers_to_transform", "[7]"], "lora: .*the encoder has 2 layers, the decoder 2"),
+        (["--lora.layers_to_transform", "[7]"], "lora.layers_to_transform: .*the encoder has 2 layers, the decoder 2"),
         (["--model.adapter", "/nowhere"], "model.adapter: /nowhere"),
     ],
 )

@@ -14,10 +14,11 @@ FIRST_SPECIAL = 50257  # of the 51865-token vocabulary: the end of text
 LANGUAGE_COUNT = 99  # Cantonese came with the 51866-token vocabulary
 
 
-def build_tokenizer(*, text_tokens: int = 256) -> WhisperTokenizerFast:
+def build_tokenizer(*, text_tokens: int = 256, languages: int = LANGUAGE_COUNT) -> WhisperTokenizerFast:
     """A byte-level tokenizer with Whisper's special tokens behind `text_tokens` ordinary ones, in Whisper's order.
 
-    With text_tokens=50257 every special token has the id of the real multilingual vocabulary (51865 tokens).
+    With text_tokens=50257 every special token has the id of the real multilingual vocabulary (51865 tokens; with
+    languages=100 that of large-v3 and turbo, 51866), with text_tokens=50256 that of the English-only models (51864).
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(letters)}
@@ -25,8 +26,8 @@ def build_tokenizer(*, text_tokens: int = 256) -> WhisperTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    languages = [f"<|{code}|>" for code in list(LANGUAGES)[:LANGUAGE_COUNT]]
-    names = ["<|endoftext|>", "<|startoftranscript|>", *languages, "<|translate|>", "<|transcribe|>"]
+    known = [f"<|{code}|>" for code in list(LANGUAGES)[:languages]]
+    names = ["<|endoftext|>", "<|startoftranscript|>", *known, "<|translate|>", "<|transcribe|>"]
     names += ["<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     times = [f"<|{i * 0.02:.2f}|>" for i in range(1501)]
@@ -35,12 +36,14 @@ def build_tokenizer(*, text_tokens: int = 256) -> WhisperTokenizerFast:
     return WhisperTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end, unk_token=end, pad_token=end)
 
 
-def build_whisper(folder: Path, *, text_tokens: int = 256, bare_generation_config: bool = False, **changes) -> Path:
+def build_whisper(
+    folder: Path, *, text_tokens: int = 256, languages: int = LANGUAGE_COUNT, bare_generation_config: bool = False, **changes
+) -> Path:
     """Writes a random two-layer Whisper with tokenizer into `folder` and gives the folder back.
 
     `changes` go into its WhisperConfig.
     """
-    tokenizer = build_tokenizer(text_tokens=text_tokens)
+    tokenizer = build_tokenizer(text_tokens=text_tokens, languages=languages)
     ids = tokenizer.get_vocab()
     settings = dict(
         vocab_size=len(tokenizer),
