@@ -337,7 +337,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         batch = self._prepare_inputs(self.data_collator([examples[i] for i in range(min(count, len(examples)))]))
         with self.compute_loss_context_manager():
             logits = self.model(
-                input_features=batch["input_features"], decoder_input_ids=batch["decoder_input_ids"]
+                input_features=batch["input_features"], decoder_input_ids=batch["decoder_input_ids"], use_cache=False
             ).logits
         return F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten()).item()
 
@@ -372,7 +372,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         with self.compute_loss_context_manager():
             # Heard once, for the loss and for the text. Every window is 3000 frames and the encoder hears all of it.
             heard = whisper.get_encoder()(inputs["input_features"]).last_hidden_state
-            outputs = whisper(encoder_outputs=(heard,), decoder_input_ids=inputs["decoder_input_ids"])
+            outputs = whisper(encoder_outputs=(heard,), decoder_input_ids=inputs["decoder_input_ids"], use_cache=False)
             losses = F.cross_entropy(outputs.logits.float().transpose(1, 2), labels, reduction="none").double().sum(1)
             ids = self.generate(heard, inputs["language"], inputs["task"])
         table = torch.stack([inputs["row_id"].double(), losses, (labels != -100).sum(1).double()], dim=1)

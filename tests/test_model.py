@@ -543,17 +543,24 @@ def test_reading_does_not_change_the_recipe(toy_folder):
 SOME = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
 ADAPTERS = st.fixed_dictionaries(
-    {"model.quantization": st.sampled_from(["8bit", "none"]), "lora.r": st.integers(1, 8)},
+    {
+        # Biases are trained beside unquantised weights alone.
+        "model.quantization, lora.bias": st.sampled_from(["8bit none", "4bit none", "none none", "none lora_only", "none all"]),
+        "lora.r": st.integers(1, 8),
+    },
     optional={
         "lora.target_modules": st.lists(st.sampled_from(TARGETS), min_size=1, max_size=3, unique=True).map(json.dumps),
         "lora.use_rslora": st.sampled_from(["true", "false"]),
-        "lora.bias": st.sampled_from(["none", "lora_only", "all"]),
         "lora.modules_to_save": st.sampled_from(["[conv1]", "null"]),
         "lora.layers_to_transform": st.sampled_from(["[0]", "[1]", "null"]),
     },
 )
 METHODS = (ADAPTERS | st.just({"lora": "null", "model.quantization": "none"})).map(
-    lambda keys: [f"--{key}={value}" for key, value in keys.items()]
+    lambda keys: [
+        f"--{key}={value}"
+        for joined, values in keys.items()
+        for key, value in zip(joined.split(", "), values.split() if ", " in joined else [values], strict=True)
+    ]
 )
 TYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
 
