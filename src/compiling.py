@@ -56,36 +56,52 @@ def arrange_computation(model: torch.nn.Module, recipe: Recipe, *, compute_type:
     compiled = recipe.training["torch_compile"]
     if recipe.model.attn_implementation == "sdpa":
         use_attention_without_mask(model)
-    arrange_layers(model, compiled=compiled, checkpointed=recipe.training["gradient_checkpointing"])
+    arrange_layers(
+        model,
+        compiled=compiled,
+        checkpointed=recipe.training["gradient_checkpointing"],
+        batch_size=recipe.training["per_device_train_batch_size"],
+    )
     in_one_type = compute_in_one_type(model) or compute_type == torch.float32
     return Computation(compute_type, needs_autocast=not in_one_type, compiled=compiled)
 
 
-def arrange_layers(model: torch.nn.Module, *, compiled: bool, checkpointed: bool) -> None:
-    """Makes encoder and decoder layers run compiled, checkpointed or both in training; elsewhere they stay as they
-    are. Names of modules, weights and files do not change."""
+def arrange_layers(model: torch.nn.Module, *, compiled: bool, checkpointed: bool, batch_size: int) -> None:
+    """Makes encoder and decoder layers run compiled, checkpointed or both in training; elsewhere they stay as they are.
+
+    Only batches of `batch_size` clips run compiled: the last one of an epoch, often smaller, would be compiled for
+    itself. Names of modules, weights and files do not change.
+    """
     layers = [module for module in model.modules() if isinstance(module, (WhisperEncoderLayer, WhisperDecoderLayer))]
     for layer in layers if compiled or checkpointed else []:
         stock = layer.forward
-        trained = stock
-        if checkpointed:
-            # Eagerly, choosing what to keep would cost more time on the host than it saves on the device.
-            chosen = {"context_fn": partial(create_selective_checkpoint_contexts, _choose_kept)} if compiled else {}
-            trained = partial(checkpoint, stock, use_reentrant=False, preserve_rng_state=_drops(layer), **chosen)
-        if compiled:
-            trained = torch.compile(trained, dynamic=False)
-        layer.forward = partial(_run, layer, stock, trained, any(weight.requires_grad for weight in layer.parameters()))
+        learns = any(weight.requires_grad for weight in layer.parameters())
+        repeat = partial(checkpoint, stock, use_reentrant=False, preserve_rng_state=_drops(layer))
+        # Eagerly, choosing what to keep would cost more time on the host than it saves on the device.
+        choose = partial(create_selective_checkpoint_contexts, _choose_kept)
+        trained = repeat if checkpointed else stock
+        fast = torch.compile(partial(repeat, context_fn=choose) if checkpointed else stock, dynamic=False) if compiled else trained
+        layer.forward = partial(_run, layer, (stock, trained, fast), learns, batch_size)
 
 
 def _run(
-    layer: torch.nn.Module, stock: Callable, trained: Callable, learns: bool, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    layer: torch.nn.Module,
+    ways: tuple[Callable, Callable, Callable],
+    learns: bool,
+    batch_size: int,
+    hidden_states: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> torch.Tensor:
+    stock, trained, fast = ways
     if not layer.training:
         return stock(hidden_states, *args, **kwargs)
+    if len(hidden_states) != batch_size:
+        return trained(hidden_states, *args, **kwargs)
     if learns and torch.is_grad_enabled() and not hidden_states.requires_grad:
         # The first layer of a side: one graph for it and for all the others.
         hidden_states = hidden_states.detach().requires_grad_()
-    return trained(hidden_states, *args, **kwargs)
+    return fast(hidden_states, *args, **kwargs)
 
 
 def _drops(layer: torch.nn.Module) -> bool:

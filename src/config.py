@@ -215,7 +215,7 @@ class Recipe:
     lora_given: tuple[str, ...] = field(default=(), compare=False)
 
 
-LORA_DEFAULTS = {"r": 32, "lora_alpha": 64, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
+LORA_DEFAULTS = {"r": 32, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"]}
 SECTIONS = {"model": ModelConfig, "lora": LoraConfig, "data": DataConfig, "run": RunConfig, "training": TrainingConfig}
 
 # Keys that scripts often hand the word None or null, which then means not set.

@@ -4,6 +4,8 @@ import os
 
 # Before any library starts threads: loader workers are forked later.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before CUDA starts: memory that grows in place, where blocks of many sizes would leave holes between them.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import json
 import shlex

@@ -399,7 +399,7 @@ def test_a_fresh_adapter_changes_nothing(toy_folder, tmp_path):
     ],
 )
 def test_the_lora_section_is_pefts_own_config(toy_folder, tmp_path, words, expected):
-    ours = dict(r=32, lora_alpha=64, lora_dropout=0.05, target_modules=["q_proj", "v_proj"])
+    ours = dict(r=32, lora_alpha=64, target_modules=["q_proj", "v_proj"])
     assert build_lora_config(recipe_for(toy_folder, tmp_path, *words).lora) == LoraConfig(**ours | expected)
 
 
