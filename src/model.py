@@ -89,6 +89,7 @@ def read_base_model(model: ModelConfig, *, max_new_tokens: int | None, num_beams
         raise UserError(f"model.name: {model.name} is a {config.model_type} model, not Whisper")
     if len(tokenizer) > config.vocab_size:
         raise UserError(f"model.name: {model.name}: the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}")
+    _check_vocabulary(model.name, tokenizer)
     if is_local and not any(folder.glob("*.safetensors")):
         raise UserError(f"model.name: {model.name} holds no weights as safetensors; others are not read")
     try:
@@ -163,6 +164,17 @@ def complete_generation_config(
     if getattr(generation_config, "begin_suppress_tokens", None) in (None, by_position):
         # As the base models: neither a blank nor the end comes first.
         generation_config.begin_suppress_tokens = [*tokenizer.encode(" ", add_special_tokens=False), end]
+
+
+def _check_vocabulary(name: str, tokenizer: WhisperTokenizerFast) -> None:
+    """Whisper's last tokens are the times from 0 to 30 s. Refuses a vocabulary that was cut there or goes on behind them: which
+    model it is and where its times begin follow from the number of tokens, here and in every other runtime."""
+    first, last = (tokenizer.get_vocab().get(f"<|{time}|>") for time in ("0.00", "30.00"))
+    if first is None or last != first + 1500 or last != len(tokenizer) - 1:
+        raise UserError(
+            f"model.name: {name} has a changed vocabulary ({len(tokenizer)} tokens): <|0.00|> to <|30.00|> must be the last 1501; "
+            "start from a base model as it was published"
+        )
 
 
 def _check_language(model: ModelConfig, generation_config: GenerationConfig) -> None:

@@ -214,6 +214,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             del self.model._is_accelerate_prepared
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.windows, started = 0, time.perf_counter()
+        self._logged, self._began = None, started
         result = super().train(*args, **kwargs)
         self.finite_loss.judge()
         if self.stream:
@@ -277,6 +278,16 @@ class WhisperTrainer(Seq2SeqTrainer):
         if self.stream:
             return ", ".join(self.stream.names[row_id] for row_id in row_ids[:16])
         return _name_rows([self.train_dataset.rows[row_id] for row_id in row_ids])
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The stock method; beside a training loss stands the share of the time since the one before that went into waiting for data."""
+        if "loss" in logs:
+            now, seconds = time.perf_counter(), self.seconds
+            spent = seconds["data"], seconds["evaluate"] + seconds["save"], now
+            data, pauses, passed = (new - old for new, old in zip(spent, self._logged or (0.0, 0.0, self._began), strict=True))
+            logs["data_wait_share"] = round(data / max(passed - pauses, 1e-9), 4)
+            self._logged = spent
+        super().log(logs, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The stock method, with the time that it waits for data taken."""

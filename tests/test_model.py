@@ -1,6 +1,7 @@
 """The base model is read before its weights, loaded whole onto one device, trained in float32, and saved so that it loads."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from model import (
 )
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, WhisperForConditionalGeneration, WhisperProcessor
+from transformers import GenerationConfig, WhisperForConditionalGeneration, WhisperProcessor, WhisperTokenizerFast
 
 CPU = Place("cpu")
 FULL = ("--lora=null", "--model.quantization=none")
@@ -140,6 +141,22 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(copy):
     change_json(copy / "config.json", vocab_size=vocabulary - 1)
     with pytest.raises(UserError, match=rf"^model\.name: .*: the tokenizer has {vocabulary} tokens, the model {vocabulary - 1}$"):
         read(copy)
+
+
+@pytest.mark.parametrize("changed", ["cut", "grown"])
+def test_a_changed_vocabulary_is_refused(tmp_path, changed):
+    folder = toy.build_whisper(tmp_path / "model", **({"vocab_size": 1900} if changed == "grown" else {}))
+    tokenizer = WhisperTokenizerFast.from_pretrained(folder)
+    if changed == "grown":
+        tokenizer.add_tokens(["<|hakka|>", "<|laughter|>"])
+        tokenizer.save_pretrained(folder)
+    else:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["added_tokens"] = [token for token in content["added_tokens"] if not re.fullmatch(r"<\|[0-9.]+\|>", token["content"])]
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="changed vocabulary .* start from a base model as it was published"):
+        read(folder)
+
 
 
 def test_weights_that_are_not_safetensors_are_refused_before_they_are_read(copy):

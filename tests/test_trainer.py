@@ -383,3 +383,24 @@ def test_rule_12_each_row_is_scored_once_with_its_own_text_and_loss_however_a_se
     assert result["rows"] == count
     assert seen == {row.text: row.text for row in rows}
     assert result["loss"] == pytest.approx(sum(2.0 * i for i in range(count)) / (2 * count))
+
+
+def test_every_logged_loss_has_the_share_of_time_that_went_into_waiting_for_data(speech, tmp_path, monkeypatch):
+    import time
+
+    from speech import SpeechDataset
+
+    stock = SpeechDataset.__getitem__
+
+    def slow(self, index):
+        time.sleep(1.0)
+        return stock(self, index)
+
+    monkeypatch.setattr(SpeechDataset, "__getitem__", slow)
+    out = tmp_path / "out"
+    steps = {"max_steps": 4, "eval_steps": 4, "save_steps": 4, "logging_steps": 2, "output_dir": str(out)}
+    train_here(write_recipe(speech, run={"baseline": False}, training=steps))
+    history = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    shares = [entry["data_wait_share"] for entry in history if "loss" in entry]
+    assert len(shares) == 3  # after steps 1, 2 and 4
+    assert all(0.05 < share <= 1 for share in shares)
