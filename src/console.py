@@ -21,6 +21,8 @@ def quieten(*, is_main: bool) -> None:
     # Remarks on calls between libraries, which no user can change.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
     logging.getLogger("transformers.generation.utils").addFilter(_is_for_the_user)
+    # On checkpointing that chooses what it keeps: nothing in a layer is changed in place.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     manifests = logging.getLogger("manifest")  # tells which columns it took
     manifests.setLevel(logging.INFO if is_main else logging.ERROR)
     manifests.addHandler(logging.StreamHandler(sys.stdout))

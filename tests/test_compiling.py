@@ -8,8 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from toy import build_whisper
+from launching import train_here, write_recipe
+from peft import LoraConfig, PeftModel, get_peft_model
+from toy import build_whisper, write_speech
 from transformers import BitsAndBytesConfig, WhisperForConditionalGeneration
 
 import compiling
@@ -149,3 +150,24 @@ def test_names_of_weights_stay_those_of_the_stock_model(folder):
 @pytest.mark.parametrize(("length", "padded"), [(1, 32), (32, 32), (33, 64), (129, 256), (448, 448)])
 def test_labels_are_padded_to_few_lengths(length, padded):
     assert compiling.padded_length(length) == padded
+
+
+@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["adapters", "all weights"])
+def test_a_compiled_run_leaves_what_the_stock_library_loads(tmp_path, monkeypatch, lora):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    build_whisper(tmp_path / "model")
+    write_speech(tmp_path, ["one", "two", "three", "four", "five"])
+    write_speech(tmp_path, ["six"], name="dev")
+    training = {"torch_compile": True, "gradient_checkpointing": True, "per_device_train_batch_size": 2, "max_steps": 3, "eval_steps": 3, "save_steps": 3}
+    assert train_here(write_recipe(tmp_path, lora=lora, training=training))["train"]["steps"] == 3
+    torch._dynamo.reset()
+    if lora is None:
+        loaded, info = WhisperForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(info.values())
+        assert loaded.proj_out.weight is loaded.model.decoder.embed_tokens.weight
+    else:
+        base = WhisperForConditionalGeneration.from_pretrained(tmp_path / "model")
+        loaded = PeftModel.from_pretrained(base, tmp_path / "out")
+        learnt = [weight for name, weight in loaded.named_parameters() if "lora_B" in name]
+        assert learnt and all(weight.any() for weight in learnt)
