@@ -18,6 +18,7 @@ from faults import UserError
 from manifest import BadRow, Row, build_row, choose_columns
 
 ROWS_AT_ONCE = 1000  # of the columns beside the sound
+PARQUET_COPY = "refs/convert/parquet"  # the revision where the Hub keeps its own copy of a set, a folder for each configuration
 
 
 @dataclass
@@ -90,10 +91,9 @@ def open_hub_set(
 
     `place` is the source's place in the recipe. Raises UserError when it cannot be had, or lacks a column.
     """
+    part = {"data_dir" if source.revision == PARQUET_COPY else "name": source.config}
     try:
-        rows = datasets.load_dataset(
-            source.hub, source.config, split=source.split, revision=source.revision, streaming=streaming
-        )
+        rows = datasets.load_dataset(source.hub, **part, split=source.split, revision=source.revision, streaming=streaming)
         features = rows.features or rows._resolve_features().features
     except (DatasetsError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         raise UserError(_explain(error, source, place)) from error
@@ -158,7 +158,10 @@ def _explain(error: Exception, source: DataSource, place: str) -> str:
     if any(isinstance(cause, GatedRepoError) for cause in _causes(error)) or "is a gated dataset" in text:
         return f"{place}.hub: {name} is gated: ask for access at {page}, then log in here: hf auth login (huggingface-cli login)"
     if "scripts are no longer supported" in text:
-        return f"{place}.hub: {name} is a loading script, and those are never run: convert the set to Parquet, or write a manifest"
+        return (
+            f"{place}.hub: {name} is a loading script, and those are never run: the Hub may have a copy of it, "
+            f"{place}.revision: {PARQUET_COPY}; else convert the set to Parquet, or write a manifest"
+        )
     if "Unknown split" in text and known:
         return f"{place}.split: {name} has no split {source.split}; there are {known}"
     if "BuilderConfig" in text and known:
