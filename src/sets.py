@@ -1,5 +1,6 @@
 """Which rows are trained on and which are scored? All are checked once, by the main process, before weights are loaded."""
 
+import itertools
 import logging
 import math
 import os
@@ -71,13 +72,13 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
             raise UserError(*problems)
         verdict = {
             check.name: {
-                "bad": {(row.file, row.line) for row in check.bad_rows},
+                "dropped": _number_dropped(tables[check.name], check),
                 "rows_total": check.rows_read,
                 "seconds": check.seconds,
             }
             for check in checks
         }
-        return pickle.dumps((verdict, opened, _without_sound(tables["train"]) if _is_streamed("train", data) else None))
+        return pickle.dumps((verdict, opened, _without_sound(tables["train"]) if with_training and data.streaming else None))
 
     verdict, opened, first_rows = pickle.loads(meeting.once(examine))
     if first_rows:
@@ -88,12 +89,20 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
     for name, facts in verdict.items():
         if sum(len(table.rows) + len(table.bad_rows) for table in tables[name]) != facts["rows_total"]:
             raise RuntimeError(f"{name}: this process reads another number of rows than the main one did")
-        parts = [[row for row in table.rows if (row.file, row.line) not in facts["bad"]] for table in tables[name]]
+        numbers = itertools.count()
+        parts = [[row for row in table.rows if next(numbers) not in facts["dropped"]] for table in tables[name]]
         result[name] = CheckedSet([row for part in parts for row in part], facts["rows_total"], facts["seconds"])
         if name == "train":
             result[name].mix = Mix([len(part) for part in parts], [source.weight for source in data.train])
             result[name].streams = [opened[place] for place in opened if place.startswith("data.train[")] if first_rows else []
     return result
+
+
+def _number_dropped(tables: list[Table], check: SetCheck) -> set[int]:
+    """Which rows of a set's tables, counted through all of them, the check dropped: two sources may name one line of a file."""
+    kept = {id(row) for row in check.rows}
+    rows = itertools.chain.from_iterable(table.rows for table in tables)
+    return {number for number, row in enumerate(rows) if id(row) not in kept}
 
 
 def _is_streamed(name: str, data: DataConfig) -> bool:

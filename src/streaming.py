@@ -29,7 +29,7 @@ from speech import build_example
 FIRST_ROWS = 100  # rows of each source that are checked before the weights are loaded
 SHUFFLED_ROWS = 256  # clips that a reader holds as they are stored: 50 to 100 MB
 JUDGED_ROWS = 1000  # rows over all processes from which on the share of dropped ones counts
-REMEMBERED_CLIPS = 1000  # whose names can still be told when a loss is not finite
+REMEMBERED_CLIPS = 10_000  # whose names can still be told when a loss is not finite: more than a process has in one step
 
 
 @dataclass

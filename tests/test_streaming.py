@@ -220,6 +220,17 @@ def test_the_first_rows_are_checked_before_the_weights_and_go_into_the_report(wo
     assert part["bad_rows"][0]["line"] == 4
 
 
+def test_a_recipe_of_a_stream_can_only_score(world, labels, tmp_path):
+    checked = check_sets(data_of(world), labels, meeting=Meeting(Place("cpu"), None), folder=tmp_path, with_training=False)
+    assert {name: len(part.rows) for name, part in checked.items()} == {"dev": 3}
+
+
+def test_a_loss_can_be_told_by_its_clips_in_a_step_of_thousands():
+    report = StreamReport(DataConfig(), 1)
+    report.add(range(2000), [Note(f"clip {i}", 1, []) for i in range(2000)])
+    assert report.names[0] == "clip 0"
+
+
 @pytest.mark.parametrize(("keys", "message"), [({"language": "tlh"}, "no rows are left"), ({"text_column": "words"}, "column 'words' is not there")])
 def test_a_wrong_language_or_column_stops_before_the_weights(world, labels, tmp_path, keys, message):
     with pytest.raises(UserError, match=message):
