@@ -30,7 +30,7 @@ FILES_A_TASK = 16  # files one thread takes at a time; a task for each would cos
 
 FindLabelProblem = Callable[[Row], tuple[str, str] | None]
 Segment = tuple[float | None, float | None]
-SoundKey = str | tuple[str, int]
+SoundKey = str | tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -146,8 +146,8 @@ def _measure_rows(rows: Sequence[Row], name: str, cache_folder: str | None) -> l
 
 
 def _sound_key(row: Row) -> SoundKey:
-    """Rows with the same key are parts of the same sound."""
-    return row.audio if row.store is None else (row.file, row.line)
+    """Rows with the same key are parts of the same sound; one record of a Hub set may hold several, each in a store of its own."""
+    return row.audio if row.store is None else (id(row.store), row.line)
 
 
 def _measure_file(

@@ -224,7 +224,7 @@ def test_each_way_of_failing_is_one_line_with_what_to_do(monkeypatch, error, sta
 def test_a_set_that_is_only_a_loading_script_is_refused_and_never_run(tmp_path):
     (tmp_path / "speech").mkdir()
     (tmp_path / "speech" / "speech.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert "is a loading script, and those are never run: convert the set to Parquet" in complain(tmp_path / "speech")
+    assert "is a loading script, and those are never run: the Hub may have a copy" in complain(tmp_path / "speech")
     assert not (tmp_path / "ran").exists()
 
 
@@ -310,6 +310,42 @@ def test_the_other_ranks_open_what_the_main_process_loaded_and_look_nothing_up(f
     other = check_sets(data, fine, meeting=SimpleNamespace(once=lambda work: kept[0]), folder=tmp_path, with_training=True)
     for name in ("train", "dev"):
         assert [row.sound() for row in other[name].rows] == [row.sound() for row in main[name].rows]
+
+
+def test_a_configuration_of_the_hubs_own_copy_is_a_folder(tmp_path):
+    parts = {"hi_in": "one", "ta_in": "two"}
+    for name, text in parts.items():
+        toy.write_hub_set(tmp_path / name, {"text": [text]})
+        (tmp_path / "copy" / name / "train").mkdir(parents=True)
+        (tmp_path / name / "data" / "train-00000-of-00001.parquet").rename(tmp_path / "copy" / name / "train" / "0000.parquet")
+    for name, text in parts.items():
+        source = DataSource(hub=str(tmp_path / "copy"), config=name, split="train", revision="refs/convert/parquet")
+        rows, _ = open_hub_set(source, "data.train[0]", audio_column=None, text_column=None).read()
+        assert [row.text for row in rows] == [text]
+
+
+def test_two_sounds_of_one_record_are_two_clips(tmp_path):
+    near, far = (toy.write_clip(tmp_path / f"{name}.wav", seconds=seconds) for name, seconds in (("near", 0.5), ("far", 31)))
+    sounds = {clip.stem: [{"bytes": clip.read_bytes(), "path": clip.name}] for clip in (near, far)}
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    datasets.Dataset.from_dict(sounds | {"text": ["a"]}).to_parquet(tmp_path / "set" / "data" / "train-0.parquet")
+    sources = [DataSource(hub=str(tmp_path / "set"), split="train", audio_column=name) for name in ("near", "far")]
+    checked = check(DataConfig(train=sources, max_dropped_share=0.5), tmp_path)["train"]
+    assert [row.audio for row in checked.rows] == ["near.wav"]
+    assert json.loads((tmp_path / "data_report.json").read_text())["sets"]["train"]["dropped"] == {"too_long": 1}
+
+
+def test_a_line_that_is_bad_for_one_source_stays_in_another(tmp_path):
+    toy.write_clip(tmp_path / "a.wav")
+    manifest = tmp_path / "both.csv"
+    manifest.write_text("audio,one,two\na.wav,x,\na.wav,y,z\n")
+    sources = [DataSource(path=str(manifest), text_column=name) for name in ("one", "two")]
+    meeting = SimpleNamespace(once=lambda work: work())
+    labels = SimpleNamespace(find_problem=lambda row: None if row.text else ("empty_text", ""))
+    data = DataConfig(train=sources, max_dropped_share=0.5)
+    checked = check_sets(data, labels, meeting=meeting, folder=tmp_path, with_training=True)["train"]
+    assert [row.text for row in checked.rows] == ["x", "y", "z"]
+    assert checked.mix.sizes == [2, 1]
 
 
 def test_a_mistake_in_every_source_is_told_at_once(folder, tmp_path):
