@@ -448,6 +448,8 @@ def _apply_override(raw: dict[str, Any], key: str, text: str, reader: _Reader) -
     value_reader = _Reader(f"--{key}")
     place[last] = _read_yaml(text, value_reader)
     reader.problems += value_reader.problems
+    for within in [place for place in reader.lines if place.startswith((f"{key}.", f"{key}["))]:
+        del reader.lines[within]  # of what the file had there
     reader.lines[key] = 0
 
 

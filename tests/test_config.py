@@ -316,6 +316,10 @@ def test_an_override_that_is_not_yaml_is_told_by_its_key(complain):
     assert problem.startswith("--lora.target_modules:1:8: not valid YAML: ")
 
 
+def test_a_source_that_the_command_line_put_in_place_is_not_told_by_a_line_of_the_file(complain):
+    assert complain(GOOD, "--data.train", "[{path: a.jsonl, weight: 0}]") == ["command line: data.train[0].weight: must be above 0"]
+
+
 def test_check_is_known_without_a_value(read):
     assert read(GOOD, "--check").check_only and not read(GOOD).check_only
 
