@@ -21,14 +21,19 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
+    attention_mask: torch.Tensor | None,
     *,
     scaling: float,
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention (batch x length x heads x width) over batch x heads x length x width; causal where a decoder looks at itself."""
+    """Attention (batch x length x heads x width) over batch x heads x length x width; causal where a decoder looks at itself.
+
+    Raises ValueError where a mask would be needed: then the answer would be wrong without a word.
+    """
     causal = module.is_causal and query.shape[2] > 1
+    if attention_mask is not None or (causal and query.shape[2] != key.shape[2]):
+        raise ValueError(f"{NAME}: {query.shape[2]} queries on {key.shape[2]} keys need a mask; load the model with another attention")
     heard = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, is_causal=causal)
     return heard.transpose(1, 2), None
 

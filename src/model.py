@@ -152,6 +152,8 @@ def complete_generation_config(
     generation_config.bos_token_id = generation_config.eos_token_id = generation_config.pad_token_id = end
     generation_config.forced_decoder_ids = None
     generation_config.use_cache = True
+    # A cache of fixed size, and steps of several guessed tokens, need the mask that attention.py does without.
+    generation_config.cache_implementation = generation_config.prompt_lookup_num_tokens = None
     generation_config.max_new_tokens = None
     generation_config.do_sample = False
     # Sampling words without sampling make the file invalid and a save fail.

@@ -68,3 +68,11 @@ def test_the_host_never_asks_the_device_for_packed_sequences(folder, monkeypatch
 def test_the_saved_config_names_no_attention_of_ours(folder, tmp_path):
     load(folder, changed=True).save_pretrained(tmp_path)
     assert "sdpa_without_mask" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("words", [{"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}])
+def test_what_needs_a_mask_is_refused_and_not_answered_wrongly(folder, words):
+    model = load(folder, changed=True).eval()
+    with pytest.raises(ValueError, match="need a mask"):
+        prompt = torch.tensor([[5, 6]])
+        model.generate(batch(model)["input_features"][:1], decoder_input_ids=prompt, max_new_tokens=12, **words)
