@@ -18,6 +18,9 @@ from config import Recipe
 
 # Compiled decoders see labels padded to one of few lengths; each is one compilation.
 LABEL_LENGTHS = (32, 64, 128, 256, 448)
+# Encoder and decoder layers count together, each kind that LoRA makes by itself (layers_to_transform, rank_pattern): beyond
+# the compiler's own limit of 8 every further length would run uncompiled for the rest of the run.
+MOST_GRAPHS = 64
 # What a compiled checkpointed layer keeps: attention costs much to repeat and little to keep.
 _KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -72,6 +75,8 @@ def arrange_layers(model: torch.nn.Module, *, compiled: bool, checkpointed: bool
     Only batches of `batch_size` clips run compiled: the last one of an epoch, often smaller, would be compiled for
     itself. Names of modules, weights and files do not change.
     """
+    if compiled:
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS
     layers = [module for module in model.modules() if isinstance(module, (WhisperEncoderLayer, WhisperDecoderLayer))]
     for layer in layers if compiled or checkpointed else []:
         stock = layer.forward

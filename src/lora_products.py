@@ -43,7 +43,7 @@ def _product(
     inner = rows @ a.to(input.dtype).T
     result = F.linear(rows, _weight(stored, scales, input.dtype), bias)
     result.addmm_(inner, b.to(input.dtype).T, alpha=scaling)
-    return result.view(*input.shape[:-1], -1), inner
+    return result.view(*input.shape[:-1], len(stored)), inner
 
 
 @torch.library.impl(_operators, "adapted_gradients", "CompositeExplicitAutograd")

@@ -95,3 +95,9 @@ def test_a_disabled_adapter_gives_the_frozen_product():
     rows = torch.randn(5, 24)
     with model.disable_adapter():
         torch.testing.assert_close(model(rows), model.base_model.model[0].base_layer(rows))
+
+
+def test_no_rows_give_no_rows():
+    model = adapted()
+    assert compute_in_one_type(model)
+    assert model(torch.empty(0, 7, 24)).shape == (0, 7, 40)
