@@ -12,9 +12,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
 
-from lora_products import compute_in_one_type
 from attention import use_attention_without_mask
 from config import Recipe
+from lora_products import compute_in_one_type
 
 # Compiled decoders see labels padded to one of few lengths; each is one compilation.
 LABEL_LENGTHS = (32, 64, 128, 256, 448)
@@ -34,9 +34,9 @@ def _choose_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Chec
     return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def padded_length(length: int) -> int:
-    """The least of LABEL_LENGTHS that holds `length` tokens."""
-    return next(longest for longest in LABEL_LENGTHS if longest >= length)
+def padded_length(length: int, *, most: int) -> int:
+    """The least of LABEL_LENGTHS that holds `length` tokens, but no more than the `most` that the model has positions for."""
+    return min(next((longest for longest in LABEL_LENGTHS if longest >= length), most), most)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ if triton is not None:
         tl.store(weight + places, values.to(weight.dtype.element_ty), mask=inside)
 
 
-
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weight (out x in, of `dtype`) that int8 `codes` (out x in) and their rows' float32 `scales` (out) stand for.
 

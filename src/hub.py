@@ -1,6 +1,7 @@
 """Reads speech sets of the Hub, whole or as a stream. Sound stays as it is stored and is decoded by audio.py alone."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,6 +92,10 @@ def open_hub_set(
 
     `place` is the source's place in the recipe. Raises UserError when it cannot be had, or lacks a column.
     """
+    if source.hub.startswith((".", "/", "~")) and not os.path.isdir(source.hub) or source.hub.endswith((".jsonl", ".csv", ".tsv")):
+        raise UserError(f"{place}.hub: there is no folder {source.hub}; a manifest is named by path")
+    if source.revision == PARQUET_COPY and not source.config and not os.path.isdir(source.hub):
+        raise UserError(f"{place}.config: is missing; at {PARQUET_COPY} a set without one is all of its configurations at once")
     part = {"data_dir" if source.revision == PARQUET_COPY else "name": source.config}
     try:
         rows = datasets.load_dataset(source.hub, **part, split=source.split, revision=source.revision, streaming=streaming)
@@ -174,4 +179,6 @@ def _explain(error: Exception, source: DataSource, place: str) -> str:
         return f"{place}.hub: {name} is not in the cache and the Hub cannot be reached; give a local folder, or load it once with a network"
     if isinstance(error, DatasetNotFoundError):
         return f"{place}.hub: there is no set {name} that you can read; see {page}, and if it is private: hf auth login"
-    return f"{place}.hub: {name} cannot be loaded: {text}"
+    deepest = [cause for cause in _causes(error)][-1]
+    said = " ".join(str(deepest).split())
+    return f"{place}.hub: {name} cannot be loaded: {text}" + (f": {said}" if said and said not in text else "")

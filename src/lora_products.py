@@ -1,4 +1,5 @@
-"""How do plain LoRA adapters compute? In the type of the layer's input, as one operator with the frozen product.
+"""How do plain LoRA adapters compute? In the type of the layer's input and, where nothing drops out, as one operator with the
+frozen product.
 
 Without autocast the stock layer casts its input to the adapter's float32: the widest tensors of the model, twice as wide.
 With autocast every norm and product between the layers is cast back and forth. Here neither is needed, and the adapter's
@@ -14,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 
 from eight_bit import dequantize
 
-_operators = torch.library.Library("whisper_ddp", "FRAGMENT")
+_operators = torch.library.Library("whisper_ddp", "FRAGMENT")  # eight_bit.py defines the library
 _operators.define(
     "adapted_product(Tensor input, Tensor stored, Tensor? scales, Tensor? bias, Tensor a, Tensor b, float scaling) -> (Tensor, Tensor)"
 )

@@ -93,6 +93,7 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
         parts = [[row for row in table.rows if next(numbers) not in facts["dropped"]] for table in tables[name]]
         result[name] = CheckedSet([row for part in parts for row in part], facts["rows_total"], facts["seconds"])
         if name == "train":
+            _refuse_empty_sources(parts, data)
             result[name].mix = Mix([len(part) for part in parts], [source.weight for source in data.train])
             result[name].streams = [opened[place] for place in opened if place.startswith("data.train[")] if first_rows else []
     return result
@@ -103,6 +104,13 @@ def _number_dropped(tables: list[Table], check: SetCheck) -> set[int]:
     kept = {id(row) for row in check.rows}
     rows = itertools.chain.from_iterable(table.rows for table in tables)
     return {number for number, row in enumerate(rows) if id(row) not in kept}
+
+
+def _refuse_empty_sources(parts: list[list[Row]], data: DataConfig) -> None:
+    empty = [number for number, part in enumerate(parts) if not part]
+    if empty:
+        names = {number: data.train[number].name for number in empty}
+        raise UserError(*(f"data.train[{number}]: no row of {name} can be used; data_report.json tells why" for number, name in names.items()))
 
 
 def _is_streamed(name: str, data: DataConfig) -> bool:

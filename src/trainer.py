@@ -166,7 +166,7 @@ class WhisperTrainer(Seq2SeqTrainer):
                 start=base.config.decoder_start_token_id,
                 pad=base.config.pad_token_id,
                 features_type=computation.features_type,
-                length_of=padded_length if computation.compiled else int,
+                length_of=partial(padded_length, most=base.config.max_target_positions) if computation.compiled else int,
             ),
             compute_loss_func=partial(mean_token_loss, label_smoothing=args.label_smoothing_factor),
             compute_metrics=self.compute_row_scores,

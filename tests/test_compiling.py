@@ -147,9 +147,12 @@ def test_names_of_weights_stay_those_of_the_stock_model(folder):
     assert list(build(folder, compiled=True, checkpointed=True).state_dict()) == list(plain)
 
 
-@pytest.mark.parametrize(("length", "padded"), [(1, 32), (32, 32), (33, 64), (129, 256), (448, 448)])
-def test_labels_are_padded_to_few_lengths(length, padded):
-    assert compiling.padded_length(length) == padded
+@pytest.mark.parametrize(
+    ("length", "most", "padded"),
+    [(1, 448, 32), (32, 448, 32), (33, 448, 64), (129, 448, 256), (448, 448, 448), (90, 100, 100), (500, 512, 512)],
+)
+def test_labels_are_padded_to_few_lengths_within_the_models_positions(length, most, padded):
+    assert compiling.padded_length(length, most=most) == padded
 
 
 @pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["adapters", "all weights"])

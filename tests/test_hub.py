@@ -348,6 +348,27 @@ def test_a_line_that_is_bad_for_one_source_stays_in_another(tmp_path):
     assert checked.mix.sizes == [2, 1]
 
 
+def test_a_training_source_of_which_nothing_is_left_is_refused(tmp_path):
+    toy.write_speech(tmp_path, ["one", "two"])
+    toy.write_manifest(tmp_path / "bad.jsonl", [{"audio": "nothing.wav", "text": "a"}])
+    sources = [DataSource(path=str(tmp_path / "train.jsonl")), DataSource(path=str(tmp_path / "bad.jsonl"))]
+    with pytest.raises(UserError, match=r"^data\.train\[1\]: no row of .*bad\.jsonl can be used; data_report\.json tells why$"):
+        check(DataConfig(train=sources, max_dropped_share=0.5), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (DataSource(hub="./nothere", split="train"), r"^data\.train\[0\]\.hub: there is no folder \./nothere; a manifest is named by path$"),
+        (DataSource(hub="train.jsonl", split="train"), "there is no folder train.jsonl; a manifest is named by path$"),
+        (DataSource(hub="google/fleurs", split="train", revision="refs/convert/parquet"), r"^data\.train\[0\]\.config: is missing; at refs"),
+    ],
+)
+def test_a_source_that_cannot_be_meant_is_told_before_anything_is_looked_up(source, message):
+    with pytest.raises(UserError, match=message):
+        open_hub_set(source, "data.train[0]", audio_column=None, text_column=None)
+
+
 def test_a_mistake_in_every_source_is_told_at_once(folder, tmp_path):
     data = DataConfig(train=[DataSource(hub=str(folder), split="dev"), DataSource(path="none.jsonl")], validation={"dev": DataSource(hub="a/b", split="x")})
     with pytest.raises(UserError) as caught:

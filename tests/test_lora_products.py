@@ -5,8 +5,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lora_products import compute_in_one_type
 from eight_bit import use_dequantized_products
+from lora_products import compute_in_one_type
 
 
 def adapted(*, quantized: bool = False, dtype: torch.dtype = torch.float32, **lora) -> torch.nn.Module:
