@@ -145,7 +145,7 @@ OTHER_VALUES = {
 # Tried in tests/test_methods.py, and which modules get them above.
 SUPPORTED = {
     *LORA_DEFAULTS,
-    *("exclude_modules", "bias", "use_rslora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern"),
+    *("lora_dropout", "exclude_modules", "bias", "use_rslora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern"),
     *("rank_pattern", "alpha_pattern", "trainable_token_indices", "use_dora", "lora_bias", "ensure_weight_tying"),
 }
 
