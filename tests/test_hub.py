@@ -325,13 +325,14 @@ def test_a_configuration_of_the_hubs_own_copy_is_a_folder(tmp_path):
 
 
 def test_two_sounds_of_one_record_are_two_clips(tmp_path):
-    near, far = (toy.write_clip(tmp_path / f"{name}.wav", seconds=seconds) for name, seconds in (("near", 0.5), ("far", 31)))
-    sounds = {clip.stem: [{"bytes": clip.read_bytes(), "path": clip.name}] for clip in (near, far)}
+    lengths = {"near": (0.5, 0.6), "far": (31, 0.7)}
+    sounds = {name: [toy.write_clip(tmp_path / f"{name}{number}.wav", seconds=seconds) for number, seconds in enumerate(both)] for name, both in lengths.items()}
+    columns = {name: [{"bytes": clip.read_bytes(), "path": clip.name} for clip in clips] for name, clips in sounds.items()}
     (tmp_path / "set" / "data").mkdir(parents=True)
-    datasets.Dataset.from_dict(sounds | {"text": ["a"]}).to_parquet(tmp_path / "set" / "data" / "train-0.parquet")
+    datasets.Dataset.from_dict(columns | {"text": ["a", "b"]}).to_parquet(tmp_path / "set" / "data" / "train-0.parquet")
     sources = [DataSource(hub=str(tmp_path / "set"), split="train", audio_column=name) for name in ("near", "far")]
     checked = check(DataConfig(train=sources, max_dropped_share=0.5), tmp_path)["train"]
-    assert [row.audio for row in checked.rows] == ["near.wav"]
+    assert [row.audio for row in checked.rows] == ["near0.wav", "near1.wav", "far1.wav"]
     assert json.loads((tmp_path / "data_report.json").read_text())["sets"]["train"]["dropped"] == {"too_long": 1}
 
 
