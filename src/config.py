@@ -155,6 +155,8 @@ class RunConfig:
         resume: auto goes on from the newest complete checkpoint in output_dir.
         max_eval_samples: a fixed seeded subset of each set during training; the full sets are scored at the end.
         early_stopping_patience: evaluations without a better metric_for_best_model before training stops.
+        time_limit_seconds: after so long the run saves behind a whole step and stops; resume: auto goes on.
+        stall_timeout_seconds: after so long without any progress on the rank that is late the job is ended with a report.
     """
 
     global_batch_size: int | None = None
@@ -162,6 +164,8 @@ class RunConfig:
     resume: Literal["never", "auto"] = "never"
     max_eval_samples: int | None = None
     early_stopping_patience: int | None = None
+    time_limit_seconds: float | None = None
+    stall_timeout_seconds: float = 600.0
 
 
 @dataclass

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from faults import UserError
+from faults import UserError, progress
 
 LAUNCH = "accelerate launch --num_processes {processes} src/train.py"
 # How long ranks look for each other at the start: libraries are imported by then, on a slow disk minutes apart.
@@ -169,6 +170,19 @@ def join_processes(place: Place, *, timeout_seconds: float) -> "Meeting":
     return Meeting(place, store)
 
 
+def collective_seconds(recipe: Any) -> float:
+    """How long a collective may wait: the watchdog must have spoken before, also where a rank that is late still works."""
+    return max(recipe.training["ddp_timeout"], 3 * recipe.run.stall_timeout_seconds)
+
+
+def connect_store(place: Place) -> dist.Store | None:
+    """A connection of its own to the store of all processes, for another thread than the one that waits there; None for one process."""
+    if place.world_size == 1:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.PrefixStore("watch", dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10)))
+
+
 def _meet(place: Place, store: dist.Store) -> list[str]:
     """Waits for every rank; gives the driver's identifier of each rank's card, "cpu" without one, by rank."""
     card = "cpu" if place.device == "cpu" else str(torch.cuda.get_device_properties(place.device).uuid)
@@ -212,8 +226,10 @@ class Meeting:
                 raise
             self._store.set(key, b"=" + result)
             return result
+        progress.waits = True
         while not self._store.check([key]):
             time.sleep(0.2)
+        progress.waits = False
         answer = self._store.get(key)
         if answer[:1] == b"!":
             raise UserError()

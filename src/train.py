@@ -6,6 +6,8 @@ import os
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before CUDA starts: memory that grows in place, where blocks of many sizes would leave holes between them.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# Before the processes meet: the last collectives are remembered, for the report of a stall.
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
 import json
 import shlex
@@ -24,14 +26,16 @@ from adapters import check_adapter
 from compiling import arrange_computation
 from config import Recipe, best_metric, dump_recipe, load_recipe
 from console import quieten, say
-from device import Meeting, choose_compute_type, describe_place, is_main_process, join_processes, peak_memory_gib, settle_place
+from device import Meeting, choose_compute_type, collective_seconds, connect_store, describe_place, is_main_process, join_processes, peak_memory_gib, settle_place
 from estimates import find_shared_memory_shortage
-from faults import RunFailure, UserError, progress
+from faults import RunFailure, UserError, describe_failure, progress
 from labels import LabelBuilder
 from learning import LearningCheck, check_saved_weights
 from model import describe_generation, describe_model, load_model, read_base_model
 from sets import CheckedSet, check_sets, describe_plan
+from stopping import end_with_launcher, stop_request
 from trainer import ExplodingLoss, Patience, RecipeSteps, WhisperTrainer, build_arguments, build_examples, thin_out
+from watchdog import Watchdog
 
 # Ranks come to the same mistake within the spread of their imports; one that is only another rank's is told after it.
 SECONDS_FOR_THE_MAIN_PROCESS = 20
@@ -41,28 +45,40 @@ def main(argv: list[str]) -> None:
     """One run, cheapest failure first. Raises UserError for what the user can mend."""
     # 1. The recipe.
     recipe = load_recipe(argv)
-    folder = Path(recipe.training["output_dir"])
+    stop_request.set_time_limit(recipe.run.time_limit_seconds)
 
-    # 2. The place of this process, and the other processes.
+    # 2. The place of this process, and the other processes; from here on a silent stop is noticed.
     place = settle_place(use_cpu=recipe.training["use_cpu"])
     quieten(is_main=place.is_main)
     say(describe_place(place))
+    meeting = join_processes(place, timeout_seconds=collective_seconds(recipe))
+    limit, folder = recipe.run.stall_timeout_seconds, Path(recipe.training["output_dir"])
+    with Watchdog(progress, stop_request, place, store=connect_store(place), limit=limit, folder=folder) as watchdog:
+        run(recipe, argv, meeting=meeting, watchdog=watchdog)
+
+
+def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog) -> None:
+    """All that follows the meeting of the processes: checks, weights, training, scores, files."""
+    place, folder = meeting.place, watchdog.folder
     compute_type = choose_compute_type(place, bf16=recipe.training["bf16"], fp16=recipe.training["fp16"])
-    meeting = join_processes(place, timeout_seconds=recipe.training["ddp_timeout"])
     arguments = build_arguments(recipe, compute_type, world_size=place.world_size, on_cpu=place.device == "cpu")
 
     # 3. The folder that receives the run.
     say(meeting.once(lambda: output.prepare_output_dir(folder, recipe).encode()).decode())
+    results = output.describe_run(recipe, arguments, place=place, compute_type=compute_type)
+    if not recipe.check_only:
+        watchdog.end_early = lambda why: output.write_json(folder / output.RESULTS_FILE, results | {"status": "stopped_early", "why": why})
 
     # 4. All of the base model but its weights.
-    base = read_base_model(recipe.model, max_new_tokens=arguments.generation_max_length, num_beams=arguments.generation_num_beams)
-    output.check_files_can_be_read_back(base)
-    notes = check_adapter(recipe, base.config)
+    with progress.during("load", patient=True):
+        base = read_base_model(recipe.model, max_new_tokens=arguments.generation_max_length, num_beams=arguments.generation_num_beams)
+        output.check_files_can_be_read_back(base)
+        notes = check_adapter(recipe, base.config)
     say(*base.notes, *notes, describe_generation(base))
 
     # 5. The data, every clip decoded once.
     labels = LabelBuilder(base, recipe.model, allow_empty_text=recipe.data.allow_empty_text)
-    with progress.during("data"):
+    with progress.during("data", patient=True):
         checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder, with_training=arguments.do_train)
     if arguments.do_train:
         say(describe_plan(checked["train"], recipe.data, arguments, place=place))
@@ -74,8 +90,9 @@ def main(argv: list[str]) -> None:
 
     # 6. The weights: a whole copy on this process's own device.
     set_seed(arguments.seed)
-    model = load_model(recipe, base, place, compute_type=compute_type)
-    computation = arrange_computation(model, recipe, compute_type=compute_type)
+    with progress.during("load", patient=True):
+        model = load_model(recipe, base, place, compute_type=compute_type)
+        computation = arrange_computation(model, recipe, compute_type=compute_type)
     say(describe_model(model, recipe, compute_type))
 
     # 7. The trainer. Scores of the untouched model are logged before the library knows where logs go.
@@ -97,17 +114,22 @@ def main(argv: list[str]) -> None:
     # 8. Scores before, training, scores after.
     if place.is_main:
         output.write_text(folder / output.RECIPE_FILE, dump_recipe(recipe))
-    results = output.describe_run(recipe, arguments, place=place, compute_type=compute_type)
     if arguments.do_train:
         results |= train(recipe, trainer, folder, meeting=meeting, checked=checked)
+    if trainer.stopped:
+        if place.is_main:
+            output.write_json(folder / output.RESULTS_FILE, results)
+        say(results["why"])
+        return
     results["final"] = trainer.score(sets, "final")
 
     # 9. The files.
-    with progress.during("save"):
+    with progress.during("save", keeps=True):
         if place.is_main:
             output.write_predictions(folder, "final", trainer.texts)
             results["paired_p_value"] = output.compare_predictions(folder, sets)
             output.write_results(folder, recipe, results, history=trainer.state.log_history)
+        watchdog.end_early = None
     say(*output.describe_gain(results), f"all of it is in {folder}")
     trainer.accelerator.end_training()
 
@@ -139,24 +161,36 @@ def train(
     else:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.pop_callback(Patience)
-    with progress.during("save"):
-        if place.is_main:
-            output.save_model(folder, trainer.model, trainer.labels.base)
-            check_saved_weights(trainer.model, folder, trainer.sample_loss)
     part = checked["train"]
     summary = trainer.summarize(part.seconds / len(part.rows)) | {"peak_memory_gib": peak_memory_gib(place)}
     best = {"metric": best_metric(recipe), "value": trainer.state.best_metric, "step": trainer.state.best_global_step}
     parts: dict[str, Any] = {"baseline": baseline, "train": summary, "best": best}
+    if trainer.stopped:
+        return parts | {"status": "stopped_early", "why": describe_stop(trainer, folder)}
+    with progress.during("save", keeps=True):
+        if place.is_main:
+            output.save_model(folder, trainer.model, trainer.labels.base)
+            check_saved_weights(trainer.model, folder, trainer.sample_loss)
     if trainer.state.global_step < trainer.state.max_steps:
         patience = recipe.run.early_stopping_patience
         parts |= {"status": "stopped_early", "why": f"no better {best['metric']} in {patience} evaluations"}
     return parts
 
 
+def describe_stop(trainer: WhisperTrainer, folder: Path) -> str:
+    """Why training stopped and from where it can go on; the checkpoint has been read back by the main process."""
+    step = trainer.state.global_step
+    if trainer.place.is_main:
+        verify_checkpoint(folder / f"checkpoint-{step}")
+    return f"stopped by {trainer.stopped} behind step {step}, saved in checkpoint-{step}; the same command goes on from there with --run.resume auto"
+
+
 @record
 def start(argv: list[str]) -> None:
     """Runs `main` and ends as the contract says: 2 for the user's mistakes, in plain words and from one process; else
     any failure with its traceback once, and last the rank, phase, step and error."""
+    stop_request.listen()
+    end_with_launcher()
     try:
         main(argv)
         if dist.is_initialized():
@@ -170,9 +204,7 @@ def start(argv: list[str]) -> None:
         sys.exit(2)
     except Exception as error:
         traceback.print_exc()
-        rank = os.environ.get("RANK", "0")
-        where = f"rank {rank}, phase {progress.phase}, step {progress.step}"
-        raise RunFailure(f"{where}: {type(error).__name__}: {error}") from None
+        raise RunFailure(describe_failure(error, rank=os.environ.get("RANK", "0"))) from None
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from output import write_checksums
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
 from speech import SpeechDataset, collate
+from stopping import StopAsked, stop_request
 from streaming import StreamedSpeech, StreamReport, build_loader
 
 
@@ -197,6 +198,11 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
         self.windows = 0
         self._unchecked = {"training", "evaluation"}
+        # Why training ended on purpose before its last step; empty when it did not.
+        self.stopped = ""
+        self._resumed: Path | None = None
+        self._random_states: tuple | None = None
+        self.add_callback(StopTogether(self))
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager:
         """The one place where products get their type: training, evaluation and generation all run inside it."""
@@ -215,7 +221,20 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.windows, started = 0, time.perf_counter()
         self._logged, self._began = None, started
-        result = super().train(*args, **kwargs)
+        resumed = kwargs.get("resume_from_checkpoint")
+        self._resumed = Path(resumed) if resumed else None
+        result = None
+        try:
+            with progress.during("load", keeps=True):
+                result = super().train(*args, **kwargs)
+        except StopAsked as reason:
+            self.stopped = str(reason)
+            progress.keeps = False
+        except _TrainingIsOver:
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+                self._load_best_model()
+        if result is None:
+            self.is_in_train = False
         self.finite_loss.judge()
         if self.stream:
             self.stream.judge()
@@ -292,7 +311,7 @@ class WhisperTrainer(Seq2SeqTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The stock method, with the time that it waits for data taken."""
         started = time.perf_counter()
-        with progress.during("data"):
+        with progress.during("data", patient=True):
             batches, items = super().get_batch_samples(*args, **kwargs)
             for batch in batches if self.stream else ():
                 self.stream.add(batch["row_id"].tolist(), batch.pop("note"))
@@ -302,7 +321,8 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """The stock step; raises RuntimeError when several processes would train without averaging."""
-        progress.phase, progress.step = "forward", self.state.global_step + 1
+        progress.step = self.state.global_step + 1
+        progress.beat("forward")
         if self.args.world_size > 1 and not isinstance(model, DistributedDataParallel):
             raise RuntimeError("the model is not wrapped for several processes: gradients would not be averaged")
         return super().training_step(model, inputs, *args, **kwargs)
@@ -314,7 +334,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         inputs = {name: value for name, value in inputs.items() if name not in ("language", "task")}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         self.finite_loss.watch(loss, row_ids)
-        progress.phase = "backward"
+        progress.beat("backward")
         return loss
 
     def _check_first_batch(self, inputs: dict[str, Any], kind: str) -> None:
@@ -376,6 +396,9 @@ class WhisperTrainer(Seq2SeqTrainer):
         Returns None, the generated ids (batch x length, int64, -100 behind the end) and a table (batch x 3, float64) of
         row id, summed loss over the row's label tokens (nats) and their number.
         """
+        progress.beat()
+        if self.is_in_train and (reason := stop_request.agree()):
+            raise StopAsked(reason)
         inputs = self._prepare_inputs(inputs)
         self._check_first_batch(inputs, "evaluation")
         labels = inputs["labels"]
@@ -453,13 +476,50 @@ class WhisperTrainer(Seq2SeqTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         started = time.perf_counter()
         self.finite_loss.judge()
-        with progress.during("save"):
+        with progress.during("save", patient=True):
             super()._save_checkpoint(model, trial)
             if self.args.should_save:
                 write_checksums(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
         self.seconds["save"] += time.perf_counter() - started
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # A stop that comes during an evaluation saves what was there before it; the resumed run evaluates first.
+        states = read_random_states()
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        except StopAsked:
+            write_random_states(states)
+            self.model.train()
+            self._save_checkpoint(self.model, None)
+            raise
+
+    def evaluate_what_is_due(self) -> None:
+        """Makes up for the evaluation that a stop left out behind the checkpoint's last step."""
+        if self._resumed is None or not self._is_evaluation_due():
+            return
+        self._load_rng_state(str(self._resumed))
+        say("evaluating the checkpoint, which the stop left out")
+        if self._determine_best_metric(self._evaluate(None, None), None):
+            self.state.best_model_checkpoint = str(self._resumed)
+        self._random_states = read_random_states()
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            raise _TrainingIsOver
+
+    def _is_evaluation_due(self) -> bool:
+        state, strategy = self.state, self.args.eval_strategy
+        if state.global_step == 0 or any(entry["step"] == state.global_step and is_evaluation(entry) for entry in state.log_history):
+            return False
+        if strategy == "epoch":
+            return float(state.epoch).is_integer() and state.epoch >= self.args.eval_delay
+        is_last = state.global_step >= state.max_steps
+        return strategy == "steps" and (is_last or state.global_step % state.eval_steps == 0) and state.global_step >= self.args.eval_delay
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._random_states is not None:
+            # Those of the checkpoint, moved on by the evaluation that was due.
+            write_random_states(self._random_states)
+            self._random_states = None
+            return
         # numpy 1 and 2 call one function by two names in their files, and safe loading takes only that of the version at hand.
         rebuild = np.random.get_state()[1].__reduce__()[0]
         names = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
@@ -500,6 +560,54 @@ class TellDropped(TrainerCallback):
         if self.report.dropped.total() > self.told:
             self.told = self.report.dropped.total()
             say(self.report.describe())
+
+
+class _TrainingIsOver(Exception):
+    """The evaluation that was due has shown that nothing is left to train."""
+
+
+class StopTogether(TrainerCallback):
+    """Ends training on all ranks behind one step when one of them is asked to stop: saved, without the evaluation that may be due."""
+
+    def __init__(self, trainer: "WhisperTrainer"):
+        self.trainer, self.reason = trainer, ""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Makes up for an evaluation that an earlier stop left out."""
+        self.trainer.evaluate_what_is_due()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Asks all ranks."""
+        self.reason = stop_request.agree()
+        if self.reason:
+            control.should_log = control.should_save = True
+            control.should_evaluate = False
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises StopAsked behind the save, so that nothing that belongs to the end of training follows."""
+        if self.reason:
+            raise StopAsked(self.reason)
+
+
+def is_evaluation(entry: dict[str, Any]) -> bool:
+    """Whether an entry of the log holds scores."""
+    return any(key.startswith("eval_") for key in entry)
+
+
+def read_random_states() -> tuple:
+    """The states of all generators of this process: Python's, numpy's, torch's, and that of its card."""
+    card = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), card
+
+
+def write_random_states(states: tuple) -> None:
+    """Puts back what `read_random_states` gave."""
+    python, numpy, cpu, card = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if card is not None:
+        torch.cuda.set_rng_state(card)
 
 
 class RecipeSteps(TrainerCallback):
