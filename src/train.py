@@ -181,7 +181,9 @@ def describe_stop(trainer: WhisperTrainer, folder: Path) -> str:
     """Why training stopped and from where it can go on; the checkpoint has been read back by the main process."""
     step = trainer.state.global_step
     if trainer.place.is_main:
-        verify_checkpoint(folder / f"checkpoint-{step}")
+        damage = output.find_damage(folder / f"checkpoint-{step}")
+        if damage:
+            raise RuntimeError(f"checkpoint-{step} cannot be used: {damage}")
     return f"stopped by {trainer.stopped} behind step {step}, saved in checkpoint-{step}; the same command goes on from there with --run.resume auto"
 
 
