@@ -110,16 +110,40 @@ def find_checkpoint(folder: Path, *, world_size: int) -> tuple[Path | None, list
     return None, notes
 
 
-def find_earlier_part(folder: Path, *, world_size: int) -> bytes:
-    """What a resumed run goes on from, as JSON: `checkpoint` (path or null), `notes` worth telling, `steps` that it has,
-    whether it `is_finished`, and the `baseline` scores."""
+def find_earlier_part(folder: Path, recipe: Recipe, *, world_size: int) -> bytes:
+    """What a resumed run goes on from, as JSON: `checkpoint` (path or null), `notes` worth telling, whether its training
+    `is_finished` as far as the recipe asks, and the `baseline` scores."""
     checkpoint, notes = find_checkpoint(folder, world_size=world_size)
-    found: dict[str, Any] = {"checkpoint": None, "notes": notes, "steps": 0, "is_finished": False, "baseline": {}}
+    found: dict[str, Any] = {"checkpoint": None, "notes": notes, "is_finished": False, "baseline": {}}
     if checkpoint:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        found |= {"checkpoint": str(checkpoint), "baseline": read_baseline(folder), "steps": state["global_step"]}
-        found["is_finished"] = state["global_step"] >= state["max_steps"]
+        found |= {"checkpoint": str(checkpoint), "baseline": read_baseline(folder)}
+        found["is_finished"] = not _asks_for_more(recipe, steps=state["global_step"], epochs=state["epoch"])
     return json.dumps(found).encode()
+
+
+def _asks_for_more(recipe: Recipe, *, steps: int, epochs: float) -> bool:
+    most = recipe.training["max_steps"]
+    return most > steps if most > 0 else recipe.training["num_train_epochs"] > epochs
+
+
+def describe_finished_run(folder: Path, recipe: Recipe) -> str:
+    """What to tell in place of resuming a run whose results are written and of which nothing more is asked; else ""."""
+    if recipe.run.resume == "never" or not recipe.training["do_train"]:
+        return ""
+    try:
+        results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+        status, why, part = results["status"], results.get("why", ""), results["train"]
+        steps, last, epochs = part["steps"], part["max_steps"], part["epochs"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""  # not written yet, or those of a run that only scored
+    patience = recipe.run.early_stopping_patience
+    ended = re.fullmatch(r"no better \S+ in (\d+) evaluations", why)
+    if status == "stopped_early" and ended and patience and patience <= int(ended[1]):
+        return f"{folder} is finished ({steps:,} of {last:,} steps, {why}); to train on: --run.early_stopping_patience MORE"
+    if status != "finished" or _asks_for_more(recipe, steps=steps, epochs=epochs):
+        return ""
+    return f"{folder} is finished ({steps:,} of {last:,} steps); to train on: --training.max_steps MORE"
 
 
 def prepare_output_dir(folder: Path, recipe: Recipe) -> str:

@@ -224,13 +224,16 @@ class WhisperTrainer(Seq2SeqTrainer):
         return result
 
     def summarize(self, mean_clip_seconds: float) -> dict[str, Any]:
-        """Figures of the training just done: steps in all, last logged loss (nats per token), speed over all processes
-        without evaluations and saves, and the shares of the wall clock that went into waiting for data and evaluating."""
+        """Figures of the training just done: steps in all, loss (nats per token, the mean over the steps of the last line
+        of the log), speed over all processes without evaluations and saves, and the shares of the wall clock that went
+        into waiting for data and evaluating."""
         seconds = self.seconds
         training = max(seconds["all"] - seconds["evaluate"] - seconds["save"], 1e-9)
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
         return {
             "steps": self.state.global_step,
+            "max_steps": self.state.max_steps,
+            "epochs": self.state.epoch,
             "loss": losses[-1] if losses else None,
             "windows": self.windows,
             "windows_per_second": self.windows / training,
