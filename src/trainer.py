@@ -290,6 +290,8 @@ class WhisperTrainer(Seq2SeqTrainer):
             data, pauses, passed = (new - old for new, old in zip(spent, self._logged or (0.0, 0.0, self._began), strict=True))
             logs["data_wait_share"] = round(data / max(passed - pauses, 1e-9), 4)
             self._logged = spent
+        # How long the library took to place the model, again with every set.
+        logs = {key: value for key, value in logs.items() if not key.endswith("_model_preparation_time")}
         super().log(logs, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -459,7 +461,9 @@ class WhisperTrainer(Seq2SeqTrainer):
         with progress.during("save"):
             super()._save_checkpoint(model, trial)
             if self.args.should_save:
-                write_checksums(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+                checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+                (checkpoint / "README.md").unlink(missing_ok=True)  # peft's card, all of whose fields are blank
+                write_checksums(checkpoint)
         self.seconds["save"] += time.perf_counter() - started
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

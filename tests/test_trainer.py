@@ -90,7 +90,7 @@ def test_transcripts_and_scores_do_not_depend_on_the_batch_and_no_mask_is_missed
     assert "attention mask" not in caplog.text
 
 
-def test_only_scoring_needs_no_training_set_and_takes_an_adapter(speech, tmp_path):
+def test_only_scoring_needs_no_training_set_and_takes_an_adapter(speech, tmp_path, capsys):
     trained = tmp_path / "trained"
     first = train_here(write_recipe(speech, training={"output_dir": str(trained)}))
     recipe = write_recipe(
@@ -99,7 +99,14 @@ def test_only_scoring_needs_no_training_set_and_takes_an_adapter(speech, tmp_pat
         data={"train": [str(speech / "missing.jsonl")]},
         training={"do_train": False, "output_dir": str(tmp_path / "scored")},
     )
+    capsys.readouterr()
     assert train_here(recipe)["final"]["dev"] == first["final"]["dev"]
+    said = capsys.readouterr().out
+    assert "trained in float32" not in said and f"; with the adapter {trained}" in said and "model_preparation_time" not in said
+    assert "lora.r:" not in said
+    train_here(recipe, "--lora.r", "8", "--training.output_dir", str(tmp_path / "again"))
+    assert f"lora.r: 8 here, 4 in the adapter {trained}, whose settings stay\n" in capsys.readouterr().out
+    assert not (trained / "checkpoint-2" / "README.md").exists()
 
 
 def test_resuming_behind_the_last_step_trains_no_further(speech, tmp_path):
