@@ -86,11 +86,18 @@ class HubSet:
 
 
 def open_hub_set(
-    source: DataSource, place: str, *, audio_column: str | None, text_column: str | None, streaming: bool = False
+    source: DataSource,
+    place: str,
+    *,
+    audio_column: str | None,
+    text_column: str | None,
+    keys: dict[str, str] | None = None,
+    streaming: bool = False,
 ) -> HubSet:
     """Loads the split of a source, from the Hub, the cache, or a local folder; with `streaming` nothing but its description.
 
-    `place` is the source's place in the recipe. Raises UserError when it cannot be had, or lacks a column.
+    `place` is the source's place in the recipe, `keys` as in `manifest.choose_columns`. Raises UserError when it cannot be
+    had, or lacks a column.
     """
     if source.hub.startswith((".", "/", "~")) and not os.path.isdir(source.hub) or source.hub.endswith((".jsonl", ".csv", ".tsv")):
         raise UserError(f"{place}.hub: there is no folder {source.hub}; a manifest is named by path")
@@ -102,21 +109,28 @@ def open_hub_set(
         features = rows.features or rows._resolve_features().features
     except (DatasetsError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         raise UserError(_explain(error, source, place)) from error
-    audio_column, text_column = _choose_columns(features, source.name, audio_column=audio_column, text_column=text_column)
-    if not _can_hold_sound(features[audio_column]):
-        raise UserError(f"{source.name}: column '{audio_column}' holds no sound; set {place}.audio_column")
+    audio_column, text_column = _choose_columns(features, source.name, audio=audio_column, text=text_column, keys=keys)
+    _refuse_column_without_sound(features, audio_column, source, key=(keys or {}).get("audio", f"{place}.audio_column"))
     rows = rows.select_columns([name for name in features if name in (audio_column, text_column) or _is_plain(features[name])])
     if not _is_decoded(features[audio_column]):
         rows = rows.cast_column(audio_column, Audio(decode=False))
     return HubSet(source, rows, audio_column, text_column)
 
 
-def _choose_columns(features: Features, name: str, *, audio_column: str | None, text_column: str | None) -> list[str]:
+def _choose_columns(features: Features, name: str, *, audio: str | None, text: str | None, keys: dict[str, str] | None) -> list[str]:
     """As for manifests, but that a column declared as sound is known by that, whatever its name."""
     sounds = [column for column, feature in features.items() if isinstance(feature, Audio)]
-    if audio_column is None and len(sounds) == 1:
-        audio_column = sounds[0]
-    return choose_columns(name, features, audio=audio_column, text=text_column)
+    if audio is None and len(sounds) == 1:
+        audio = sounds[0]
+    return choose_columns(name, features, audio=audio, text=text, keys=keys)
+
+
+def _refuse_column_without_sound(features: Features, audio_column: str, source: DataSource, *, key: str) -> None:
+    """Text is taken for paths of sound files only where no column of the set holds sound."""
+    sounds = [column for column, feature in features.items() if _can_hold_sound(feature) and not _is_plain(feature)]
+    if not _can_hold_sound(features[audio_column]) or (sounds and audio_column not in sounds):
+        known = f"sound is in {' and '.join(sounds)}" if sounds else "no column of the set does"
+        raise UserError(f"{source.name}: column '{audio_column}' holds no sound ({known}); set {key}")
 
 
 def _is_decoded(feature: Any) -> bool:

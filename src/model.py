@@ -267,9 +267,11 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, compute_type: torch.d
     trained = sum(parameter.numel() for _, parameter in trainable_parameters(model))
     stored = {"8bit": "8-bit", "4bit": "4-bit", "none": "unquantised"}[recipe.model.quantization]
     adapted = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    line = f"{recipe.model.name}: {total / 1e6:.1f} M parameters, {stored}, computed in {str(compute_type).removeprefix('torch.')}"
+    if not recipe.training["do_train"]:
+        return line + (f"; with the adapter {recipe.model.adapter}" if recipe.model.adapter else "")
     return (
-        f"{recipe.model.name}: {total / 1e6:.1f} M parameters, {stored}, computed in {str(compute_type).removeprefix('torch.')}; "
-        f"{trained / 1e6:.2f} M trained in float32 ({100 * trained / total:.2f} %)"
+        f"{line}; {trained / 1e6:.2f} M trained in float32 ({100 * trained / total:.2f} %)"
         + (f", adapters on {describe_sides(adapted)}" if adapted else "")
         + (", the encoder frozen" if recipe.model.freeze_encoder else "")
     )

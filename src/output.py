@@ -23,7 +23,7 @@ from device import Place, describe_place
 from faults import UserError
 from manifest import Row
 from model import MODEL_FILE, BaseModel
-from scores import count_word_errors, paired_p_value
+from scores import NORMALIZERS, count_word_errors, paired_p_value
 
 RECIPE_FILE, RESULTS_FILE, BASELINE_FILE, STATE_FILE = "recipe.yaml", "results.json", "baseline.json", "trainer_state.json"
 CHECKSUMS_FILE = "checksums.json"
@@ -110,16 +110,40 @@ def find_checkpoint(folder: Path, *, world_size: int) -> tuple[Path | None, list
     return None, notes
 
 
-def find_earlier_part(folder: Path, *, world_size: int) -> bytes:
-    """What a resumed run goes on from, as JSON: `checkpoint` (path or null), `notes` worth telling, `steps` that it has,
-    whether it `is_finished`, and the `baseline` scores."""
+def find_earlier_part(folder: Path, recipe: Recipe, *, world_size: int) -> bytes:
+    """What a resumed run goes on from, as JSON: `checkpoint` (path or null), `notes` worth telling, whether its training
+    `is_finished` as far as the recipe asks, and the `baseline` scores."""
     checkpoint, notes = find_checkpoint(folder, world_size=world_size)
-    found: dict[str, Any] = {"checkpoint": None, "notes": notes, "steps": 0, "is_finished": False, "baseline": {}}
+    found: dict[str, Any] = {"checkpoint": None, "notes": notes, "is_finished": False, "baseline": {}}
     if checkpoint:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        found |= {"checkpoint": str(checkpoint), "baseline": read_baseline(folder), "steps": state["global_step"]}
-        found["is_finished"] = state["global_step"] >= state["max_steps"]
+        found |= {"checkpoint": str(checkpoint), "baseline": read_baseline(folder)}
+        found["is_finished"] = not _asks_for_more(recipe, steps=state["global_step"], epochs=state["epoch"])
     return json.dumps(found).encode()
+
+
+def _asks_for_more(recipe: Recipe, *, steps: int, epochs: float) -> bool:
+    most = recipe.training["max_steps"]
+    return most > steps if most > 0 else recipe.training["num_train_epochs"] > epochs
+
+
+def describe_finished_run(folder: Path, recipe: Recipe) -> str:
+    """What to tell in place of resuming a run whose results are written and of which nothing more is asked; else ""."""
+    if recipe.run.resume == "never" or not recipe.training["do_train"]:
+        return ""
+    try:
+        results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+        status, why, part = results["status"], results.get("why", ""), results["train"]
+        steps, last, epochs = part["steps"], part["max_steps"], part["epochs"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""  # not written yet, or those of a run that only scored
+    patience = recipe.run.early_stopping_patience
+    ended = re.fullmatch(r"no better \S+ in (\d+) evaluations", why)
+    if status == "stopped_early" and ended and patience and patience <= int(ended[1]):
+        return f"{folder} is finished ({steps:,} of {last:,} steps, {why}); to train on: --run.early_stopping_patience MORE"
+    if status != "finished" or _asks_for_more(recipe, steps=steps, epochs=epochs):
+        return ""
+    return f"{folder} is finished ({steps:,} of {last:,} steps); to train on: --training.max_steps MORE"
 
 
 def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
@@ -150,7 +174,8 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
     if not isinstance(saved, dict):
         return f"warning: {folder / RECIPE_FILE} cannot be read; whether settings differ is not known"
     differences = compare_recipes(saved, dump_recipe(recipe))
-    fixed = [line for line in differences.splitlines() if re.search(r": (lora\.|model\.(name|quantization|freeze_encoder))", line)]
+    words = r": (lora\.|model\.(name|quantization|freeze_encoder)|model\.adapter: (null ->|.* -> null$))"
+    fixed = [line for line in differences.splitlines() if re.search(words, line)]
     if fixed and checkpoints(folder):
         raise UserError(*(f"{line}; a run goes on with the model it began with" for line in fixed))
     return differences
@@ -160,7 +185,10 @@ def compare_recipes(saved: dict[str, Any], current: str) -> str:
     """One line for every setting that differs; how the run resumes is no difference."""
     now = yaml.safe_load(current)
     lines = []
+    adapters = [(recipe.get("model") or {}).get("adapter") for recipe in (saved, now)]
     for section in now:
+        if section == "lora" and (adapters[0] is None) != (adapters[1] is None):
+            continue  # the keys beside an adapter, whose own settings stay, are others than those of a new one
         before, after = saved.get(section) or {}, now[section] or {}
         for key in sorted({*before, *after} - {"resume"}):
             if before.get(key) != after.get(key):
@@ -278,62 +306,93 @@ def describe_gain(results: dict[str, Any]) -> list[str]:
         change = f"WER {final['wer']:.2f} %, CER {final['cer']:.2f} %"
         if before:
             change = f"WER {before['wer']:.2f} -> {final['wer']:.2f} %, CER {before['cer']:.2f} -> {final['cer']:.2f} %"
+            chance = results["paired_p_value"].get(name)
             if final["wer"] > before["wer"]:
                 change += "; training made it worse"
-            if name in results["paired_p_value"]:
-                change += f"; paired over the clips: p = {results['paired_p_value'][name]:.4f}"
+            if chance is not None:
+                change += f"; paired over the clips: p = {chance:.4f}{', within chance' if chance >= 0.05 else ''}"
         lines.append(f"{name}: {change} ({final['rows_scored']} of {final['rows_total']} rows)")
     return lines
 
 
 def write_model_card(folder: Path, recipe: Recipe, results: dict[str, Any]) -> None:
-    """README.md of the output folder: what it is, its scores, how to load it, what made it."""
+    """README.md of the output folder: what it is, its scores and how they were taken, lines that load it and transcribe, what made it."""
     rows = "\n".join(
         f"| {name} | {_cell(results['baseline'].get(name), 'wer')} | {final['wer']:.2f} "
         f"| {_cell(results['baseline'].get(name), 'cer')} | {final['cer']:.2f} | {final['rows_scored']} of {final['rows_total']} |"
         for name, final in results["final"].items()
     )
-    if recipe.lora is None:
-        load = f'model = WhisperForConditionalGeneration.from_pretrained("{folder.name}")'
-    else:
-        load = (
-            f'base = WhisperForConditionalGeneration.from_pretrained("{recipe.model.name}")\n'
-            f'base.generation_config = GenerationConfig.from_pretrained("{folder.name}")\n'
-            f'model = PeftModel.from_pretrained(base, "{folder.name}")'
-        )
-    first, names = "", "WhisperForConditionalGeneration, WhisperProcessor"
-    if recipe.lora is not None:
-        first, names = "from peft import PeftModel\n", f"GenerationConfig, {names}"
+    is_local = Path(recipe.model.name).is_dir()
+    base = Path(recipe.model.name).resolve().name if is_local else recipe.model.name
+    languages = sorted({word for word in (recipe.model.language, *(s.language for s in recipe.data.sources().values())) if word})
     normalizers = sorted({name for final in results["final"].values() for name in final["normalizers"]})
-    front = {"base_model": recipe.model.name, "library_name": "peft" if recipe.lora else "transformers", "tags": ["whisper-ddp"]}
+    # Where the base is a folder, its path says nothing to other machines.
+    front = {} if is_local else {"base_model": base}
+    front |= {"language": languages} if languages else {}
+    front |= {"library_name": "peft" if recipe.lora is not None else "transformers", "tags": ["whisper-ddp"]}
+    before = "the untouched model"
+    if recipe.model.adapter:
+        before = f"the adapter `{Path(recipe.model.adapter).resolve().name}` (`model.adapter`) that training went on from, not of the base model"
+    stored = {"8bit": "8 bit", "4bit": "4 bit", "none": "their own type"}[results["quantization"]]
     write_text(
         folder / "README.md",
         f"""---
 {yaml.safe_dump(front, sort_keys=False)}---
-# {folder.name}
+# {folder.resolve().name}
 
-{recipe.model.name}, fine-tuned by whisper-ddp{' with LoRA' if recipe.lora is not None else ''}.
-
-Scores in percent over whole sets, greedy or beam search as in `generation_config.json`, clips up to 30 s.
-Normalised by: {', '.join(normalizers)}.
+{base}, fine-tuned by whisper-ddp{' with LoRA' if recipe.lora is not None else ''}.
+Language: {', '.join(languages) or 'as each row says'}. Task: {recipe.model.task}, where a row names no other.
 
 | set | WER before | WER after | CER before | CER after | rows |
 |---|---|---|---|---|---|
 {rows}
 
+In percent over whole sets, clips up to 30 s, {_describe_search(recipe)}. "Before" is the score of {before}.
+Scores were taken with frozen weights in {stored}, computed in {results['compute_type']}; the lines below load float32, which may differ a little.
+Both texts were normalised first: {'; '.join(f'`{name}`: {NORMALIZERS[name]}' for name in normalizers)}.
+
 Trained without time tokens: timestamps of this model are worth little.
 
-```python
-{first}from transformers import {names}
+## Use
 
-{load}
-processor = WhisperProcessor.from_pretrained("{folder.name}")
-```
+Run these lines inside this folder; elsewhere, name the folder, or the Hub repository that holds it.
+
+```python
+{_write_code(base, is_local=is_local, with_adapter=recipe.lora is not None)}```
 
 Steps: {results['train'].get('steps', 0)}. Processes: {results['world_size']}. Global batch: {results['global_batch_size']}.
 The whole recipe is in `recipe.yaml`, all figures in `results.json`, rows left out in `data_report.json`.
 """,
     )
+
+
+def _describe_search(recipe: Recipe) -> str:
+    beams = recipe.training["generation_num_beams"] or 1
+    return "greedy search" if beams == 1 else f"search with {beams} beams"
+
+
+def _write_code(base: str, *, is_local: bool, with_adapter: bool) -> str:
+    """The card's lines that load the model and transcribe a file. A base that was a local folder has to be put in by hand."""
+    comment = "  # put here the folder of this base model, or its Hub id" if is_local else ""
+    names = "GenerationConfig, WhisperForConditionalGeneration, WhisperProcessor"
+    load = f"""base = WhisperForConditionalGeneration.from_pretrained("{base}", dtype="float32"){comment}
+base.generation_config = GenerationConfig.from_pretrained(folder)
+model = PeftModel.from_pretrained(base, folder)
+"""
+    if not with_adapter:
+        names = names.removeprefix("GenerationConfig, ")
+        load = 'model = WhisperForConditionalGeneration.from_pretrained(folder, dtype="float32")\n'
+    return f"""import librosa
+{"from peft import PeftModel" + chr(10) if with_adapter else ""}from transformers import {names}
+
+folder = "."
+{load}processor = WhisperProcessor.from_pretrained(folder)
+
+sound, _ = librosa.load("clip.wav", sr=16_000)  # at most 30 s
+features = processor(sound, sampling_rate=16_000, return_tensors="pt").input_features
+ids = model.eval().generate(features)  # language and task of generation_config.json; others: language="fr", task="transcribe"
+print(processor.batch_decode(ids, skip_special_tokens=True)[0].strip())
+"""
 
 
 def _cell(scores: dict[str, Any] | None, key: str) -> str:
@@ -357,7 +416,7 @@ def draw_curves(folder: Path, history: list[dict[str, Any]], results: dict[str, 
 
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    left.plot(*zip(*losses, strict=True)) if losses else None
+    left.plot(*zip(*losses, strict=True), marker=".") if losses else None  # a line through one value would show nothing
     left.set(title="Training loss", xlabel="step", ylabel="nats per token")
     for name, final in results["final"].items():
         points = {entry["step"]: entry[f"eval_{name}_wer"] for entry in history if f"eval_{name}_wer" in entry}

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from config import DataConfig, DataSource, TrainingConfig
-from data_check import SetCheck, check_rows, describe, judge_set, write_data_report
+from data_check import REPORT_FILE, SetCheck, check_rows, describe, judge_set, write_data_report
 from device import Meeting, Place
 from faults import UserError
 from hub import HubSet, open_hub_set
 from labels import LabelBuilder
 from manifest import BadRow, Row, read_manifest
 from mixing import Mix
+from overlaps import describe_overlaps
 from speakers import choose_speakers
 from streaming import FIRST_ROWS, read_first_rows
 
@@ -60,13 +61,20 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
     def examine() -> bytes:
         tables.update(_read_sets(places, data, opened))
         checks = [_check_set(name, tables[name], data=data, labels=labels) for name in tables]
+        for check in checks[1:] if with_training else []:
+            check.notes += describe_overlaps(checks[0], check)
         write_data_report(folder, checks)
         for check in checks:
-            print(describe(check), flush=True)
+            print(describe(check), *check.notes, sep="\n", flush=True)
         problems = [
             problem
             for check in checks
-            for problem in judge_set(check, on_bad_row=data.on_bad_row, max_dropped_share=_most_dropped(check.name, data))
+            for problem in judge_set(
+                check,
+                on_bad_row=data.on_bad_row,
+                max_dropped_share=_most_dropped(check.name, data),
+                report=str(folder / REPORT_FILE),
+            )
         ]
         if problems:
             raise UserError(*problems)
@@ -93,7 +101,7 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
         parts = [[row for row in table.rows if next(numbers) not in facts["dropped"]] for table in tables[name]]
         result[name] = CheckedSet([row for part in parts for row in part], facts["rows_total"], facts["seconds"])
         if name == "train":
-            _refuse_empty_sources(parts, data)
+            _refuse_empty_sources(parts, data, report=folder / REPORT_FILE)
             result[name].mix = Mix([len(part) for part in parts], [source.weight for source in data.train])
             result[name].streams = [opened[place] for place in opened if place.startswith("data.train[")] if first_rows else []
     return result
@@ -106,11 +114,11 @@ def _number_dropped(tables: list[Table], check: SetCheck) -> set[int]:
     return {number for number, row in enumerate(rows) if id(row) not in kept}
 
 
-def _refuse_empty_sources(parts: list[list[Row]], data: DataConfig) -> None:
+def _refuse_empty_sources(parts: list[list[Row]], data: DataConfig, *, report: Path) -> None:
     empty = [number for number, part in enumerate(parts) if not part]
     if empty:
         names = {number: data.train[number].name for number in empty}
-        raise UserError(*(f"data.train[{number}]: no row of {name} can be used; data_report.json tells why" for number, name in names.items()))
+        raise UserError(*(f"data.train[{number}]: no row of {name} can be used; {report} tells why" for number, name in names.items()))
 
 
 def _is_streamed(name: str, data: DataConfig) -> bool:
@@ -153,7 +161,9 @@ def _read_sets(places: dict[str, dict[str, DataSource]], data: DataConfig, opene
 
 
 def _read_source(source: DataSource, place: str, *, data: DataConfig, opened: dict[str, HubSet]) -> Table:
-    columns = {"audio_column": source.audio_column or data.audio_column, "text_column": source.text_column or data.text_column}
+    names = ("audio_column", "text_column")
+    columns: dict = {name: getattr(source, name) or getattr(data, name) for name in names}
+    columns["keys"] = {name.removesuffix("_column"): f"{place if getattr(source, name) else 'data'}.{name}" for name in names}
     is_stream = data.streaming and place.startswith("data.train[")
     if source.hub and place not in opened:
         opened[place] = open_hub_set(source, place, streaming=is_stream, **columns)
@@ -161,18 +171,22 @@ def _read_source(source: DataSource, place: str, *, data: DataConfig, opened: di
         return Table(*read_first_rows(opened[place], place))
     if source.hub:
         rows, bad_rows = opened[place].read()
+    elif not os.path.exists(source.path):
+        raise UserError(f"{place}.path: there is no file or folder {source.path}; paths count from the working directory, {os.getcwd()}")
     else:
         rows, bad_rows = read_manifest(source.path, audio_folder=source.audio_folder, fixed=source.fixed_fields(), **columns)
     chosen = choose_speakers(rows, source, place)
     if len(chosen) < len(rows):
-        logger.info("%s: %s of %s rows are left out by speaker_share", source.name, f"{len(rows) - len(chosen):,}", f"{len(rows):,}")
+        left_out = f"{len(rows) - len(chosen):,} of {len(rows):,} rows"
+        logger.info("%s: %s of %s are left out by speaker_share", place, left_out, source.name)
     return Table(chosen, bad_rows)
 
 
 def _check_set(name: str, tables: list[Table], *, data: DataConfig, labels: LabelBuilder) -> SetCheck:
+    notes = []
     if _is_streamed(name, data):
-        print(f"{name} is streamed: the first {FIRST_ROWS} rows of each source are checked now, the others as they come", flush=True)
-    return check_rows(
+        notes = [f"{name} is streamed: the first {FIRST_ROWS} rows of each source were checked, the others are as they come"]
+    check = check_rows(
         [row for table in tables for row in table.rows],
         name=name,
         reader_bad_rows=[row for table in tables for row in table.bad_rows],
@@ -181,18 +195,18 @@ def _check_set(name: str, tables: list[Table], *, data: DataConfig, labels: Labe
         max_seconds=data.max_duration_seconds,
         cache_folder=None if _is_streamed(name, data) else cache_folder(),
     )
+    check.notes += notes
+    return check
 
 
 def describe_plan(train: CheckedSet, data: DataConfig, arguments: TrainingConfig, *, place: Place) -> str:
     """For the log: the steps, the epochs, the global batch with its sum, and clips by source where they differ in weight."""
     each, accumulated = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     whole = place.world_size * each * accumulated
-    steps = arguments.max_steps
     clips = train.mix.clips if train.mix else [len(train.rows)]
-    if steps <= 0:
-        micro_batches = math.ceil(sum(clips) / (place.world_size * each))
-        steps = math.ceil(arguments.num_train_epochs * math.ceil(micro_batches / accumulated))
-    epochs = "streamed" if train.streams else f"{steps * whole / sum(clips):.1f} epochs"
+    an_epoch = math.ceil(sum(clips) / whole)
+    steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * an_epoch)
+    epochs = "streamed" if train.streams else f"{steps / an_epoch:.1f} epochs"
     line = (
         f"{steps:,} steps ({epochs}) of {whole} clips = {place.world_size} process"
         f"{'es' if place.world_size > 1 else ''} x {each} at once x {accumulated} accumulated"

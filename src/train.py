@@ -65,6 +65,9 @@ def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog
 
     # 3. The folder that receives the run.
     say(meeting.once(lambda: output.prepare_output_dir(folder, recipe).encode()).decode())
+    if finished := meeting.once(lambda: output.describe_finished_run(folder, recipe).encode()).decode():
+        say(finished)
+        return
     results = output.describe_run(recipe, arguments, place=place, compute_type=compute_type)
     if not recipe.check_only:
         watchdog.end_early = lambda why: output.write_json(folder / output.RESULTS_FILE, results | {"status": "stopped_early", "why": why})
@@ -145,18 +148,18 @@ def train(
     checkpoint, baseline = None, {}
     if recipe.run.resume == "auto":
         # One rank looks at the disk, so that all take the same branch.
-        found = json.loads(meeting.once(lambda: output.find_earlier_part(folder, world_size=place.world_size)))
+        found = json.loads(meeting.once(lambda: output.find_earlier_part(folder, recipe, world_size=place.world_size)))
         checkpoint, baseline = found["checkpoint"] and Path(found["checkpoint"]), found["baseline"]
         say(*found["notes"], f"going on from {checkpoint}" if checkpoint else "no complete checkpoint: starting anew")
     if recipe.run.baseline and checkpoint is None:
-        say("scoring the untouched model")
+        say(f"scoring {f'the adapter {recipe.model.adapter} as it is' if recipe.model.adapter else 'the untouched model'}")
         baseline = trainer.score(trainer.sets, "baseline")
         if place.is_main:
             output.write_json(folder / output.BASELINE_FILE, baseline)
             output.write_predictions(folder, "baseline", trainer.texts)
     if recipe.run.early_stopping_patience:
         trainer.add_callback(Patience(recipe.run.early_stopping_patience))
-    if checkpoint and found["is_finished"] and trainer.args.max_steps in (-1, found["steps"]):
+    if checkpoint and found["is_finished"]:
         trainer.finish_at(checkpoint)
     else:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

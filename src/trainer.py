@@ -243,13 +243,16 @@ class WhisperTrainer(Seq2SeqTrainer):
         return result
 
     def summarize(self, mean_clip_seconds: float) -> dict[str, Any]:
-        """Figures of the training just done: steps in all, last logged loss (nats per token), speed over all processes
-        without evaluations and saves, and the shares of the wall clock that went into waiting for data and evaluating."""
+        """Figures of the training just done: steps in all, loss (nats per token, the mean over the steps of the last line
+        of the log), speed over all processes without evaluations and saves, and the shares of the wall clock that went
+        into waiting for data and evaluating."""
         seconds = self.seconds
         training = max(seconds["all"] - seconds["evaluate"] - seconds["save"], 1e-9)
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
         return {
             "steps": self.state.global_step,
+            "max_steps": self.state.max_steps,
+            "epochs": self.state.epoch,
             "loss": losses[-1] if losses else None,
             "windows": self.windows,
             "windows_per_second": self.windows / training,
@@ -306,6 +309,8 @@ class WhisperTrainer(Seq2SeqTrainer):
             data, pauses, passed = (new - old for new, old in zip(spent, self._logged or (0.0, 0.0, self._began), strict=True))
             logs["data_wait_share"] = round(data / max(passed - pauses, 1e-9), 4)
             self._logged = spent
+        # How long the library took to place the model, again with every set.
+        logs = {key: value for key, value in logs.items() if not key.endswith("_model_preparation_time")}
         super().log(logs, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -479,7 +484,9 @@ class WhisperTrainer(Seq2SeqTrainer):
         with progress.during("save", patient=True):
             super()._save_checkpoint(model, trial)
             if self.args.should_save:
-                write_checksums(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+                checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+                (checkpoint / "README.md").unlink(missing_ok=True)  # peft's card, all of whose fields are blank
+                write_checksums(checkpoint)
         self.seconds["save"] += time.perf_counter() - started
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

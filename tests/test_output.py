@@ -107,6 +107,15 @@ def test_adapters_against_none_differ(recipe_for):
     assert "differs from the run that is resumed: lora.r: 32 -> null" in lines
 
 
+def test_a_resumed_run_without_the_adapter_it_went_on_from_is_refused_in_one_line(out, recipe_for):
+    write_text(out / "recipe.yaml", dump_recipe(recipe_for("--model.adapter=runs/first")))
+    (out / "checkpoint-3").mkdir()
+    with pytest.raises(UserError) as caught:
+        prepare_output_dir(out, recipe_for("--run.resume=auto"))
+    (problem,) = caught.value.problems
+    assert 'model.adapter: "runs/first" -> null; a run goes on with the model it began with' in problem
+
+
 @pytest.mark.parametrize("text", ["", "- a\n", "a: [\n", "a: \0\n"])
 def test_resuming_with_a_damaged_recipe_says_so(out, recipe_for, text):
     (out / "recipe.yaml").write_text(text)
@@ -338,12 +347,14 @@ def test_a_generation_config_that_comes_back_changed_is_refused(base_folder):
 
 
 def scores(wer: float, cer: float) -> dict:
-    return {"wer": wer, "cer": cer, "rows_scored": 3, "rows_total": 4, "normalizers": ["basic"]}
+    return {"wer": wer, "cer": cer, "rows_scored": 3, "rows_total": 4, "normalizers": ["marks-kept"]}
 
 
 RESULTS = {
     "world_size": 2,
     "global_batch_size": 16,
+    "quantization": "8bit",
+    "compute_type": "bfloat16",
     "baseline": {"dev": scores(50.0, 20.0)},
     "final": {"dev": scores(12.5, 4.0), "other": scores(33.333, 11.0)},
     "train": {"steps": 60},
@@ -372,10 +383,22 @@ def test_results_card_and_curves_are_written(out, recipe_for):
 def test_the_card_shows_scores_before_and_after_and_what_was_not_measured(out, recipe_for, base_folder):
     write_results(out, recipe_for(), RESULTS, history=HISTORY)
     front, text = read_card(out)
-    assert (front["base_model"], front["library_name"]) == (str(base_folder), "peft")
+    assert front["library_name"] == "peft" and "base_model" not in front, "the path of a folder says nothing elsewhere"
     assert "| dev | 50.00 | 12.50 | 20.00 | 4.00 | 3 of 4 |" in text
     assert "| other | not measured | 33.33 | not measured | 11.00 | 3 of 4 |" in text
     assert "timestamps of this model are worth little" in text
+    assert str(base_folder.parent) not in text and 'from_pretrained("toy", dtype="float32")  # put here' in text
+    assert "frozen weights in 8 bit, computed in bfloat16" in text and '"Before" is the score of the untouched model.' in text
+    assert "`marks-kept`: lower case and no punctuation" in text and "Language: as each row says." in text
+
+
+def test_the_card_names_language_base_and_the_adapter_that_was_scored_before(out, recipe_for):
+    recipe = recipe_for("--model.name=openai/whisper-tiny", "--model.language=hi", "--model.adapter=runs/first")
+    write_results(out, recipe, RESULTS, history=HISTORY)
+    front, text = read_card(out)
+    assert (front["base_model"], front["language"]) == ("openai/whisper-tiny", ["hi"])
+    assert 'from_pretrained("openai/whisper-tiny", dtype="float32")\n' in text and "Language: hi." in text
+    assert '"Before" is the score of the adapter `first`' in text
 
 
 def test_results_are_written_last(out, recipe_for, monkeypatch):
@@ -400,8 +423,18 @@ def test_curves_are_drawn_of_whatever_was_measured(out, history, baseline):
     assert [path.name for path in out.iterdir()] == ["curves.png"]
 
 
+def test_a_single_loss_is_a_mark(out, monkeypatch):
+    from matplotlib import pyplot
+
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    output.draw_curves(out, HISTORY[:1], RESULTS)
+    (line,) = drawn[0].axes[0].lines
+    assert line.get_marker() not in ("", "None", None)
+
+
 @pytest.mark.parametrize("words", [[], ["--lora=null", "--model.quantization=none"]], ids=["adapter", "full"])
-def test_the_cards_own_lines_load_a_model_that_generates_with_language_and_timestamps(tmp_path, recipe_for, monkeypatch, words):
+def test_the_cards_own_lines_transcribe_and_generate_with_language_and_timestamps(tmp_path, recipe_for, monkeypatch, words):
     base_folder = toy.build_whisper(tmp_path / "bare", text_tokens=50257, bare_generation_config=True)
     recipe = recipe_for(f"--model.name={base_folder}", *words)
     base = read_base_model(recipe.model, max_new_tokens=225, num_beams=1)
@@ -410,9 +443,10 @@ def test_the_cards_own_lines_load_a_model_that_generates_with_language_and_times
     output.save_model(out, load_model(recipe, base, Place("cpu"), compute_type=torch.float32), base)
     write_results(out, recipe, RESULTS, history=HISTORY)
     (code,) = re.findall(r"```python\n(.*?)```", read_card(out)[1], flags=re.DOTALL)
-    monkeypatch.chdir(tmp_path)
+    toy.write_clip(out / "clip.wav")
+    monkeypatch.chdir(out)
     names: dict = {}
-    exec(code, names)
+    exec(code.replace('"bare"', repr(str(base_folder))).replace("generate(features)", "generate(features, max_new_tokens=3)"), names)
     features = names["processor"]([0.1] * 16_000, sampling_rate=16_000, return_tensors="pt").input_features
     for how in ({"language": "fr"}, {"return_timestamps": True}):
         names["model"].eval().generate(features, max_new_tokens=3, **how)
@@ -435,7 +469,9 @@ def test_the_gain_is_told_for_each_set_and_a_loss_plainly():
     assert first.startswith("dev: WER 10.00 -> 12.50 %, CER 3.00 -> 4.00 %") and first.endswith("(3 of 4 rows)")
     assert "training made it worse" in first and "p = 0.0432" in first
     assert second == "other: WER 33.33 %, CER 11.00 % (3 of 4 rows)"
-    assert "worse" not in describe_gain(RESULTS)[0]
+    assert "worse" not in describe_gain(RESULTS)[0] and "chance" not in first
+    by_luck = describe_gain(RESULTS | {"paired_p_value": {"dev": 1.0}})[0]
+    assert "p = 1.0000, within chance" in by_luck
 
 
 def rows_with(*texts: str, file: str = "dev.jsonl") -> list[tuple[Row, str, str]]:
