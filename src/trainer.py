@@ -263,8 +263,11 @@ class WhisperTrainer(Seq2SeqTrainer):
         }
 
     def finish_at(self, checkpoint: Path) -> None:
-        """Takes weights and state of a checkpoint that holds the last step already: there is nothing left to train."""
+        """Takes weights and state of a checkpoint that holds the last step already: at most the last evaluation is left to do."""
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if self._is_evaluation_due():
+            self.train(resume_from_checkpoint=str(checkpoint))
+            return
         load_weights(self.model, checkpoint)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
