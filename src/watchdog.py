@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -149,7 +150,8 @@ class Watchdog(threading.Thread):
             # A process that was halted (Ctrl-Z, a laptop that slept) has not been late in that time.
             passed = min(woke - rested, 2 * self.period) + looked
             # A call that holds the interpreter for ever would hold this thread too: then at least the stacks are shown.
-            faulthandler.dump_traceback_later(self.limit + 60)
+            with suppress(OSError, ValueError):  # standard error is no file in a notebook
+                faulthandler.dump_traceback_later(self.limit + 60)
             self._look_at_myself(passed)
             self._tell()
             self._hear(passed)

@@ -24,13 +24,22 @@ class Launcher:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT
         )
 
-    def run(self, recipe: Path, *overrides: str, ranks: int = 2, seconds: float = 120, fault: dict | None = None, signals: dict | None = None) -> dict:
-        """Trains by `ranks` processes. `fault` is planted (planted.py); `signals` maps a line of output to a signal for all.
+    def run(
+        self,
+        recipe: Path,
+        *overrides: str,
+        seconds: float = 120,
+        fault: dict | None = None,
+        signals: dict | None = None,
+        delays: list[float] | None = None,
+    ) -> dict:
+        """Trains by two processes. `fault` is planted (planted.py); `signals` maps words of the output to a signal for both;
+        `delays` are seconds that the ranks sleep first.
 
         Gives `statuses` by rank (negative: the signal that ended it; None: still running after `seconds`, and killed),
         `seconds` it took, `after` (seconds from the planted fault or signal to the end of the last rank) and `output`.
         """
-        task = {"argv": ["--config", str(recipe), *overrides], "ranks": ranks, "seconds": seconds, "fault": fault, "signals": signals}
+        task = {"argv": ["--config", str(recipe), *overrides], "seconds": seconds, "fault": fault, "signals": signals, "delays": delays}
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
@@ -50,7 +59,9 @@ def main() -> None:
         print(json.dumps(run_ranks(**json.loads(line))), file=results, flush=True)
 
 
-def run_ranks(*, argv: list[str], ranks: int, seconds: float, fault: dict | None, signals: dict | None) -> dict:
+def run_ranks(
+    *, argv: list[str], seconds: float, fault: dict | None, signals: dict | None, delays: list[float] | None, ranks: int = 2
+) -> dict:
     """Forks the ranks, waits for them, and ends the others when one has failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -59,6 +70,8 @@ def run_ranks(*, argv: list[str], ranks: int, seconds: float, fault: dict | None
     facts = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if fault:
         facts["FAULT"] = json.dumps(fault)
+    if delays:
+        facts["DELAYS"] = json.dumps(delays)
     files = [folder / f"{rank}" for rank in range(ranks)]
     started = time.monotonic()
     pids = {fork(argv, facts | {"RANK": rank, "LOCAL_RANK": rank}, files[rank]): rank for rank in range(ranks)}

@@ -53,9 +53,11 @@ def meet(kind: str, path: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Plants the fault that the environment names, and trains."""
+    """Plants the fault that the environment names, waits for its share of DELAYS (seconds by rank), and trains."""
     if "FAULT" in os.environ:
         plant(**json.loads(os.environ["FAULT"]))
+    if "DELAYS" in os.environ:
+        time.sleep(json.loads(os.environ["DELAYS"])[int(os.environ["RANK"])])
     import train
 
     train.start(argv)

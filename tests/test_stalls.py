@@ -162,7 +162,7 @@ def test_a_clip_that_vanishes_after_the_check_is_named_and_the_next_run_goes_on_
     fault = {"kind": "remove", "rank": 0, "phase": "forward", "step": 3, "path": str(clip)}
     end = launcher.run(recipe, "--data.max_dropped_share", "0.5", fault=fault)
     assert all(status not in (0, None) for status in end["statuses"]), end["output"][-3000:]
-    assert "train.jsonl:4: train/3.wav: " in end["output"] and "it was readable when it was checked" in end["output"]
+    assert f"train.jsonl:4: {clip}: missing_file" in end["output"] and "it was readable when it was checked" in end["output"]
     check_folder(out, expected="checkpoint-3")
     loaded = yaml.safe_load(recipe.read_text())
     loaded["data"]["max_dropped_share"] = 0.5
