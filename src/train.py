@@ -24,14 +24,17 @@ from adapters import check_adapter
 from compiling import arrange_computation
 from config import Recipe, best_metric, dump_recipe, load_recipe
 from console import quieten, say
-from device import Meeting, choose_compute_type, describe_place, is_main_process, join_processes, peak_memory_gib, settle_place
-from estimates import find_shared_memory_shortage
+from device import choose_compute_type, describe_place, is_main_process, peak_memory_gib, settle_place
+from estimates import check_free_disk, find_shared_memory_shortage
 from faults import RunFailure, UserError, progress
 from labels import LabelBuilder
 from learning import LearningCheck, check_saved_weights
+from machines import check_same_disk
+from meeting import Meeting, describe_members, join_processes
 from model import describe_generation, describe_model, load_model, read_base_model
 from sets import CheckedSet, check_sets, describe_plan
 from trainer import ExplodingLoss, Patience, RecipeSteps, WhisperTrainer, build_arguments, build_examples, thin_out
+from versions import check_versions
 
 # Ranks come to the same mistake within the spread of their imports; one that is only another rank's is told after it.
 SECONDS_FOR_THE_MAIN_PROCESS = 20
@@ -46,13 +49,17 @@ def main(argv: list[str]) -> None:
     # 2. The place of this process, and the other processes.
     place = settle_place(use_cpu=recipe.training["use_cpu"])
     quieten(is_main=place.is_main)
+    check_versions()
     say(describe_place(place))
     compute_type = choose_compute_type(place, bf16=recipe.training["bf16"], fp16=recipe.training["fp16"])
-    meeting = join_processes(place, timeout_seconds=recipe.training["ddp_timeout"])
+    resolved = dump_recipe(recipe)
+    meeting = join_processes(place, recipe=resolved, compute_type=compute_type, timeout_seconds=recipe.training["ddp_timeout"])
+    say(*describe_members(meeting.members))
     arguments = build_arguments(recipe, compute_type, world_size=place.world_size, on_cpu=place.device == "cpu")
 
     # 3. The folder that receives the run.
     say(meeting.once(lambda: output.prepare_output_dir(folder, recipe).encode()).decode())
+    check_same_disk(recipe, meeting)
 
     # 4. All of the base model but its weights.
     base = read_base_model(recipe.model, max_new_tokens=arguments.generation_max_length, num_beams=arguments.generation_num_beams)
@@ -66,6 +73,8 @@ def main(argv: list[str]) -> None:
         checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder, with_training=arguments.do_train)
     if arguments.do_train:
         say(describe_plan(checked["train"], recipe.data, arguments, place=place))
+    room = meeting.once(lambda: check_free_disk(folder, recipe, arguments, base.config, checked, world_size=place.world_size).encode())
+    say(room.decode())
     say(find_shared_memory_shortage(arguments, mel_bins=base.config.num_mel_bins, place=place))
     say(*labels.describe_translation(row for part in checked.values() for row in part.rows))
     if recipe.check_only:
@@ -96,7 +105,7 @@ def main(argv: list[str]) -> None:
 
     # 8. Scores before, training, scores after.
     if place.is_main:
-        output.write_text(folder / output.RECIPE_FILE, dump_recipe(recipe))
+        output.write_text(folder / output.RECIPE_FILE, resolved)
     results = output.describe_run(recipe, arguments, place=place, compute_type=compute_type)
     if arguments.do_train:
         results |= train(recipe, trainer, folder, meeting=meeting, checked=checked)
