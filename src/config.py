@@ -279,6 +279,7 @@ UNTESTED = {
     "resume_from_checkpoint": "write run.resume: auto",
     "sortish_sampler": "every window is 30 seconds; there is nothing to sort",
     "hub_token": "pushing is not part of this version, and a token would lie in every checkpoint",
+    "save_on_each_node": "the main process alone writes, into a folder that all machines share",
     "accelerator_config": "ranks must do equal work",
     "include_for_metrics": "the features of a whole set would be kept in memory",
     "dataloader_drop_last": "rows of scored sets would be dropped too",

@@ -2,13 +2,11 @@
 
 import json
 import os
-import platform
 import re
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,16 @@ from adapters import ADAPTER_FILE
 from config import Recipe, TrainingConfig, dump_recipe
 from device import Place, describe_place
 from faults import UserError
+from lock import lock_folder
 from manifest import Row
 from model import MODEL_FILE, BaseModel
 from scores import NORMALIZERS, count_word_errors, paired_p_value
+from versions import library_versions
 
 RECIPE_FILE, RESULTS_FILE, BASELINE_FILE, STATE_FILE = "recipe.yaml", "results.json", "baseline.json", "trainer_state.json"
 CHECKSUMS_FILE = "checksums.json"
 # What a resumed run reads and one process writes; random states of several ranks are left to the checksums in their zip format.
 CHECKED_FILES = (ADAPTER_FILE, MODEL_FILE, "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE_FILE)
-LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "evaluate", "jiwer", "librosa")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -147,11 +146,19 @@ def describe_finished_run(folder: Path, recipe: Recipe) -> str:
 
 
 def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
-    """Makes the output folder, or looks at the earlier run in it.
+    """Makes the output folder, or looks at the earlier run in it; no other run can take it until this process ends.
 
     Returns the differences, a line each, between the earlier run's recipe and this one when resuming; else "". Raises
-    UserError when the folder holds an earlier run and the recipe does not resume, or when it cannot be written.
+    UserError when another run is writing there, when the folder holds an earlier run and the recipe does not resume, or
+    when it cannot be written.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / ".writable", "")
+        (folder / ".writable").unlink()
+        lock_folder(folder)
+    except OSError as error:
+        raise UserError(f"training.output_dir: {folder} cannot be written: {error.strerror}") from None
     held = [name for name in (RECIPE_FILE, RESULTS_FILE) if (folder / name).exists()]
     held += [path.name for path in checkpoints(folder)]
     if held and recipe.run.resume == "never":
@@ -159,12 +166,6 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
             f"training.output_dir: {folder} holds an earlier run ({', '.join(held[:3])}). Choose another folder, "
             "or go on with it: --run.resume auto"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / ".writable", "")
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise UserError(f"training.output_dir: {folder} cannot be written: {error.strerror}") from None
     if not (folder / RECIPE_FILE).is_file():
         return ""
     try:
@@ -235,11 +236,6 @@ def save_model(folder: Path, model: torch.nn.Module, base: BaseModel) -> None:
     for path in beside.iterdir():
         os.replace(path, folder / path.name)
     beside.rmdir()
-
-
-def library_versions() -> dict[str, str]:
-    """Library name -> version, Python included."""
-    return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
 
 
 def describe_run(recipe: Recipe, arguments: TrainingConfig, *, place: Place, compute_type: torch.dtype) -> dict[str, Any]:

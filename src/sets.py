@@ -10,11 +10,13 @@ from pathlib import Path
 
 from config import DataConfig, DataSource, TrainingConfig
 from data_check import REPORT_FILE, SetCheck, check_rows, describe, judge_set, write_data_report
-from device import Meeting, Place
-from faults import UserError
+from device import Place
+from faults import UserError, first_line
 from hub import HubSet, open_hub_set
 from labels import LabelBuilder
+from machines import check_same_files, measure_files
 from manifest import BadRow, Row, read_manifest
+from meeting import Meeting
 from mixing import Mix
 from overlaps import describe_overlaps
 from speakers import choose_speakers
@@ -52,7 +54,8 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
     """Reads and checks the training set (`with_training`), under the name "train", and every validation set.
 
     The main process loads sets from the Hub, decodes each clip once and writes `data_report.json` and `.html` into `folder`;
-    the other ranks poll for its verdict and read the tables alone. Raises UserError with the problems of all sets.
+    the other ranks poll for its verdict and read the tables alone. Raises UserError with the problems of all sets, and when
+    another machine's files are not the main process's own.
     """
     places = _list_places(data, with_training=with_training)
     opened: dict[str, HubSet] = {}
@@ -86,12 +89,22 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
             }
             for check in checks
         }
-        return pickle.dumps((verdict, opened, _without_sound(tables["train"]) if with_training and data.streaming else None))
+        first_rows = _without_sound(tables["train"]) if with_training and data.streaming else None
+        traits = measure_files(_list_rows(tables)) if meeting.spans_machines else None
+        return pickle.dumps((verdict, pickle.dumps(opened), first_rows, traits))
 
-    verdict, opened, first_rows = pickle.loads(meeting.once(examine))
+    verdict, pickled, first_rows, traits = pickle.loads(meeting.once(examine))
     if first_rows:
         places.pop("train"), tables.pop("train", None)
-    tables = tables or _read_sets(places, data, opened)
+
+    def read() -> dict[str, list[Table]]:
+        opened.update(_open_again(pickled))
+        found = tables or _read_sets(places, data, opened)
+        if traits is not None and meeting.is_first_elsewhere:
+            check_same_files(_list_rows(found), traits)
+        return found
+
+    tables = meeting.together(read)
     tables |= {"train": first_rows} if first_rows else {}
     result = {}
     for name, facts in verdict.items():
@@ -105,6 +118,22 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
             result[name].mix = Mix([len(part) for part in parts], [source.weight for source in data.train])
             result[name].streams = [opened[place] for place in opened if place.startswith("data.train[")] if first_rows else []
     return result
+
+
+def _open_again(pickled: bytes) -> dict[str, HubSet]:
+    """The sets that the main process has loaded from the Hub, read from the files in its cache."""
+    try:
+        return pickle.loads(pickled)
+    except OSError as error:
+        raise UserError(
+            f"sets from the Hub are loaded once, and this machine does not see the main process's cache ({first_line(error)}): "
+            "set HF_HOME to a folder on a disk that all machines share"
+        ) from error
+
+
+def _list_rows(tables: dict[str, list[Table]]) -> list[Row]:
+    """Every row that has a sound file of its own, in order."""
+    return [row for parts in tables.values() for table in parts for row in table.rows if row.store is None]
 
 
 def _number_dropped(tables: list[Table], check: SetCheck) -> set[int]:
@@ -199,14 +228,21 @@ def _check_set(name: str, tables: list[Table], *, data: DataConfig, labels: Labe
     return check
 
 
+def count_steps(train: CheckedSet, arguments: TrainingConfig, *, world_size: int) -> tuple[int, float]:
+    """Optimiser steps of the whole run, and the epochs that they are (of a stream: of its first rows)."""
+    whole = world_size * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    an_epoch = math.ceil((sum(train.mix.clips) if train.mix else len(train.rows)) / whole)
+    steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * an_epoch)
+    return steps, steps / an_epoch
+
+
 def describe_plan(train: CheckedSet, data: DataConfig, arguments: TrainingConfig, *, place: Place) -> str:
     """For the log: the steps, the epochs, the global batch with its sum, and clips by source where they differ in weight."""
     each, accumulated = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     whole = place.world_size * each * accumulated
     clips = train.mix.clips if train.mix else [len(train.rows)]
-    an_epoch = math.ceil(sum(clips) / whole)
-    steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * an_epoch)
-    epochs = "streamed" if train.streams else f"{steps / an_epoch:.1f} epochs"
+    steps, epochs = count_steps(train, arguments, world_size=place.world_size)
+    epochs = "streamed" if train.streams else f"{epochs:.1f} epochs"
     line = (
         f"{steps:,} steps ({epochs}) of {whole} clips = {place.world_size} process"
         f"{'es' if place.world_size > 1 else ''} x {each} at once x {accumulated} accumulated"

@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import set_seed
@@ -26,16 +27,19 @@ from adapters import check_adapter
 from compiling import arrange_computation
 from config import Recipe, best_metric, dump_recipe, load_recipe
 from console import quieten, say
-from device import Meeting, choose_compute_type, collective_seconds, connect_store, describe_place, is_main_process, join_processes, peak_memory_gib, settle_place
-from estimates import find_shared_memory_shortage
+from device import choose_compute_type, describe_place, is_main_process, peak_memory_gib, settle_place
+from estimates import check_free_disk, find_shared_memory_shortage
 from faults import RunFailure, UserError, describe_failure, progress
 from labels import LabelBuilder
 from learning import LearningCheck, check_saved_weights
+from machines import check_same_disk
+from meeting import Meeting, connect_store, describe_members, join_processes
 from model import describe_generation, describe_model, load_model, read_base_model
 from sets import CheckedSet, check_sets, describe_plan
 from stopping import end_with_launcher, stop_request
 from trainer import ExplodingLoss, Patience, RecipeSteps, WhisperTrainer, build_arguments, build_examples, thin_out
-from watchdog import Watchdog
+from versions import check_versions
+from watchdog import Watchdog, collective_seconds
 
 # Ranks come to the same mistake within the spread of their imports; one that is only another rank's is told after it.
 SECONDS_FOR_THE_MAIN_PROCESS = 20
@@ -50,21 +54,26 @@ def main(argv: list[str]) -> None:
     # 2. The place of this process, and the other processes; from here on a silent stop is noticed.
     place = settle_place(use_cpu=recipe.training["use_cpu"])
     quieten(is_main=place.is_main)
+    check_versions()
     say(describe_place(place))
-    meeting = join_processes(place, timeout_seconds=collective_seconds(recipe))
+    compute_type = choose_compute_type(place, bf16=recipe.training["bf16"], fp16=recipe.training["fp16"])
+    resolved, seconds = dump_recipe(recipe), collective_seconds(recipe)
+    meeting = join_processes(place, recipe=resolved, compute_type=compute_type, timeout_seconds=seconds)
+    say(*describe_members(meeting.members))
+    store = connect_store(place) if place.world_size > 1 else None
     limit, folder = recipe.run.stall_timeout_seconds, Path(recipe.training["output_dir"])
-    with Watchdog(progress, stop_request, place, store=connect_store(place), limit=limit, folder=folder) as watchdog:
-        run(recipe, argv, meeting=meeting, watchdog=watchdog)
+    with Watchdog(progress, stop_request, place, store=store, limit=limit, folder=folder) as watchdog:
+        run(recipe, argv, meeting=meeting, watchdog=watchdog, compute_type=compute_type)
 
 
-def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog) -> None:
+def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog, compute_type: torch.dtype) -> None:
     """All that follows the meeting of the processes: checks, weights, training, scores, files."""
     place, folder = meeting.place, watchdog.folder
-    compute_type = choose_compute_type(place, bf16=recipe.training["bf16"], fp16=recipe.training["fp16"])
     arguments = build_arguments(recipe, compute_type, world_size=place.world_size, on_cpu=place.device == "cpu")
 
     # 3. The folder that receives the run.
     say(meeting.once(lambda: output.prepare_output_dir(folder, recipe).encode()).decode())
+    check_same_disk(recipe, meeting)
     if finished := meeting.once(lambda: output.describe_finished_run(folder, recipe).encode()).decode():
         say(finished)
         return
@@ -85,6 +94,8 @@ def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog
         checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder, with_training=arguments.do_train)
     if arguments.do_train:
         say(describe_plan(checked["train"], recipe.data, arguments, place=place))
+    room = meeting.once(lambda: check_free_disk(folder, recipe, arguments, base.config, checked, world_size=place.world_size).encode())
+    say(room.decode())
     say(find_shared_memory_shortage(arguments, mel_bins=base.config.num_mel_bins, place=place))
     say(*labels.describe_translation(row for part in checked.values() for row in part.rows))
     if recipe.check_only:

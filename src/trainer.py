@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from accelerate.utils import AutocastKwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
-from transformers import EarlyStoppingCallback, EvalPrediction, Seq2SeqTrainer, TrainerCallback, TrainerState
+from transformers import (
+    EarlyStoppingCallback,
+    EvalPrediction,
+    PrinterCallback,
+    ProgressCallback,
+    Seq2SeqTrainer,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers.modeling_outputs import BaseModelOutput
 
 from compiling import Computation, padded_length
@@ -176,6 +184,9 @@ class WhisperTrainer(Seq2SeqTrainer):
         )
         # Accelerate wraps the model's forward by itself.
         self.accelerator.autocast_handler = AutocastKwargs(enabled=computation.needs_autocast)
+        if not place.is_main:  # the first process of another machine would talk, too
+            self.remove_callback(PrinterCallback)
+            self.remove_callback(ProgressCallback)
         # The loss hook smooths; the stock smoother would take the labels away first.
         self.label_smoother = None
         self.place, self.base, self.labels, self.computation = place, base, labels, computation

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from config import Recipe
 from device import Place
 from faults import Progress, RunFailure, UserError, describe_failure
 from stopping import STOP_SECONDS, StopRequest
@@ -28,6 +30,7 @@ SECONDS_AFTER_A_FAILURE = 8
 # A rank that lives tells its place every second; one that is silent for so long while the job is ended is gone.
 SECONDS_UNTIL_GONE = 10
 _SECONDS_FOR_REPORTS = 6
+_STORE_SECONDS = 10
 # Of a core: what threads that only wait use is less.
 LIVELY_SHARE = 0.02
 
@@ -85,6 +88,11 @@ def describe_stall(late: list[Sign], signs: list[Sign], *, limit: float, clips: 
     return line
 
 
+def collective_seconds(recipe: Recipe) -> float:
+    """How long a collective may wait, in seconds: longer than the watchdog, also where the rank that is late still works."""
+    return max(recipe.training["ddp_timeout"], 3 * recipe.run.stall_timeout_seconds)
+
+
 class Watchdog(threading.Thread):
     """Watches this process, and through the store all ranks.
 
@@ -98,6 +106,8 @@ class Watchdog(threading.Thread):
     def __init__(self, progress: Progress, stop: StopRequest, place: Place, *, store: dist.Store | None, limit: float, folder: Path):
         super().__init__(name="watchdog", daemon=True)
         self.progress, self.stop, self.place, self.store = progress, stop, place, store
+        if store:
+            store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self.limit, self.folder = limit, folder
         self.end_early: Callable[[str], None] | None = None
         self.period = min(1.0, limit / 10)

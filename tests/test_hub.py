@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader
 
 from audio import AudioError, load_audio, measure_audio
 from config import DataConfig, DataSource
-from device import Meeting, Place
+from device import Place
 from faults import UserError
 from hub import HubSet, open_hub_set
 from launching import train_here, write_recipe
 from manifest import Row, read_manifest
+from meeting import Meeting
 from sets import check_sets
 from speakers import choose_speakers
 

@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 
 import streaming
 from config import DataConfig, DataSource, ModelConfig
-from device import Meeting, Place
+from device import Place
 from faults import UserError
 from hub import HubSet
 from labels import LabelBuilder
 from launching import launch, train_here, write_recipe
 from manifest import BadRow
+from meeting import Meeting
 from model import read_base_model
 from sets import check_sets
 from speech import collate
