@@ -256,6 +256,8 @@ def judge_set(check: SetCheck, *, on_bad_row: str, max_dropped_share: float, rep
     last = [f"  and {more:,} more: see {report}"] if more > 0 else []
     if not check.rows and {*check.dropped} == {"missing_file"}:
         last.append("  audio paths count from the manifest's own folder; the source's audio_folder names another one")
+    if next(iter(check.dropped), None) == "bad_segment":
+        last.append("  start and end are seconds inside the sound of the row; where clips are cut already, leave these two columns out")
     return ["\n".join([f"{describe(check)}: {fault}", *first, *last])]
 
 

@@ -102,7 +102,7 @@ def find_checkpoint(folder: Path, *, world_size: int) -> tuple[Path | None, list
             ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
             if not all((checkpoint / name).is_file() for name in ranks):
                 notes.append(
-                    f"warning: {checkpoint.name} holds no random states for {world_size} processes: "
+                    f"warning: {checkpoint.name} holds no random states for {world_size} process{'es' if world_size > 1 else ''}: "
                     "shuffling and dropout are not repeated exactly"
                 )
             return checkpoint, notes
@@ -138,7 +138,7 @@ def describe_finished_run(folder: Path, recipe: Recipe) -> str:
     except (OSError, ValueError, TypeError, KeyError):
         return ""  # not written yet, or those of a run that only scored
     patience = recipe.run.early_stopping_patience
-    ended = re.fullmatch(r"no better \S+ in (\d+) evaluations", why)
+    ended = re.fullmatch(r"no better \S+ in (\d+) evaluations?", why)
     if status == "stopped_early" and ended and patience and patience <= int(ended[1]):
         return f"{folder} is finished ({steps:,} of {last:,} steps, {why}); to train on: --run.early_stopping_patience MORE"
     if status != "finished" or _asks_for_more(recipe, steps=steps, epochs=epochs):
