@@ -354,6 +354,7 @@ class _Reader:
         self.problems: list[str] = []
 
     def value(self, node: yaml.Node | None, path: str = "") -> Any:
+        """The plain value of a node, whose key in full is `path`."""
         if node is None:
             return None
         if isinstance(node, yaml.MappingNode):
@@ -447,7 +448,9 @@ def _apply_override(raw: dict[str, Any], key: str, text: str, reader: _Reader) -
         name = ".".join(parents[:depth])
         if isinstance(place.get(parent), list):
             example = "'[{path: a.jsonl, weight: 0.5}, b.jsonl]'" if name == "data.train" else "'[...]'"
-            reader.problems.append(f"--{key}: {name} is a list, and its entries have no names here; give all of it, --{name} {example}, or edit the recipe")
+            reader.problems.append(
+                f"--{key}: {name} is a list, and its entries have no names here; give all of it, --{name} {example}, or edit the recipe"
+            )
             return
         if isinstance(place.get(parent), str) and re.fullmatch(r"data\.(train|validation\.[^.]+)", name):
             place[parent] = _source(place[parent])
@@ -968,9 +971,11 @@ def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML: complete, re-runnable, without secrets."""
 
     def section(config: Any) -> dict[str, Any]:
+        """Every key of a section."""
         return {f.name: _plain(getattr(config, f.name)) for f in fields(config)}
 
     def source_keys(source: DataSource) -> dict[str, Any]:
+        """The keys of a source that are set."""
         return {key: value for key, value in section(source).items() if value is not None}
 
     lora = recipe.lora
@@ -998,6 +1003,7 @@ class _Dumper(yaml.SafeDumper):
     """Puts quotes around words that the reader of recipes would take for something else, such as 1e5."""
 
     def represent_word(self, word: str) -> yaml.Node:
+        """A text, in quotes only where it needs them."""
         return self.represent_scalar("tag:yaml.org,2002:str", word, style=None if _read_scalar(word) == word else "'")
 
 

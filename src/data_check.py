@@ -124,7 +124,10 @@ def _find_warnings(row: Row, measure: AudioMeasure) -> Iterator[tuple[str, str]]
 
 
 def _measure_rows(rows: Sequence[Row], name: str, cache_folder: str | None) -> list[tuple[str, AudioMeasure | AudioError]]:
-    """For each row the key of its content and segment ("": not known), and its measure. A file is hashed once, however many rows are parts of it."""
+    """For each row the key of its content and segment ("": not known), and its measure.
+
+    A file is hashed once, however many rows are parts of it.
+    """
     caches = {file: _choose_cache_path(cache_folder, file) for file in dict.fromkeys(row.file for row in rows)}
     known = {}
     for path in caches.values():

@@ -316,7 +316,7 @@ def describe_gain(results: dict[str, Any]) -> list[str]:
 
 
 def write_model_card(folder: Path, recipe: Recipe, results: dict[str, Any]) -> None:
-    """README.md of the output folder: what it is, its scores and how they were taken, lines that load it and transcribe, what made it."""
+    """README.md of the output folder: what it is, its scores and how they were taken, lines that transcribe by it, what made it."""
     rows = "\n".join(
         f"| {name} | {_cell(results['baseline'].get(name), 'wer')} | {final['wer']:.2f} "
         f"| {_cell(results['baseline'].get(name), 'cer')} | {final['cer']:.2f} | {final['rows_scored']} of {final['rows_total']} |"
@@ -332,7 +332,8 @@ def write_model_card(folder: Path, recipe: Recipe, results: dict[str, Any]) -> N
     front |= {"library_name": "peft" if recipe.lora is not None else "transformers", "tags": ["whisper-ddp"]}
     before = "the untouched model"
     if recipe.model.adapter:
-        before = f"the adapter `{Path(recipe.model.adapter).resolve().name}` (`model.adapter`) that training went on from, not of the base model"
+        adapter = Path(recipe.model.adapter).resolve().name
+        before = f"the adapter `{adapter}` (`model.adapter`) that training went on from, not of the base model"
     stored = {"8bit": "8 bit", "4bit": "4 bit", "none": "their own type"}[results["quantization"]]
     write_text(
         folder / "README.md",

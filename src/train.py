@@ -24,7 +24,16 @@ from adapters import check_adapter
 from compiling import arrange_computation
 from config import Recipe, best_metric, dump_recipe, load_recipe
 from console import quieten, say
-from device import Meeting, choose_compute_type, describe_launch, describe_place, is_main_process, join_processes, peak_memory_gib, settle_place
+from device import (
+    Meeting,
+    choose_compute_type,
+    describe_launch,
+    describe_place,
+    is_main_process,
+    join_processes,
+    peak_memory_gib,
+    settle_place,
+)
 from estimates import find_shared_memory_shortage
 from faults import RunFailure, UserError, progress
 from labels import LabelBuilder
