@@ -159,6 +159,8 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
             f"training.output_dir: {folder} holds an earlier run ({', '.join(held[:3])}). Choose another folder, "
             "or go on with it: --run.resume auto"
         )
+    if not recipe.training["do_train"] and any((folder / name).is_file() for name in (ADAPTER_FILE, MODEL_FILE)):
+        raise UserError(f"training.output_dir: {folder} holds a trained model, and scoring would replace its results. Choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / ".writable", "")
