@@ -124,7 +124,10 @@ def _find_warnings(row: Row, measure: AudioMeasure) -> Iterator[tuple[str, str]]
 
 
 def _measure_rows(rows: Sequence[Row], name: str, cache_folder: str | None) -> list[tuple[str, AudioMeasure | AudioError]]:
-    """For each row the key of its content and segment ("": not known), and its measure. A file is hashed once, however many rows are parts of it."""
+    """For each row the key of its content and segment ("": not known), and its measure.
+
+    A file is hashed once, however many rows are parts of it.
+    """
     caches = {file: _choose_cache_path(cache_folder, file) for file in dict.fromkeys(row.file for row in rows)}
     known = {}
     for path in caches.values():
@@ -256,6 +259,8 @@ def judge_set(check: SetCheck, *, on_bad_row: str, max_dropped_share: float, rep
     last = [f"  and {more:,} more: see {report}"] if more > 0 else []
     if not check.rows and {*check.dropped} == {"missing_file"}:
         last.append("  audio paths count from the manifest's own folder; the source's audio_folder names another one")
+    if next(iter(check.dropped), None) == "bad_segment":
+        last.append("  start and end are seconds inside the sound of the row; where clips are cut already, leave these two columns out")
     return ["\n".join([f"{describe(check)}: {fault}", *first, *last])]
 
 

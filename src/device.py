@@ -9,6 +9,7 @@ import torch
 
 from faults import UserError
 
+ONE_PROCESS = "accelerate launch src/train.py"
 LAUNCH = "accelerate launch --num_processes {processes} src/train.py"
 _THIS_MACHINE = ("", "127.0.0.1", "localhost", "::1")
 # A user's own accelerate defaults (mixed precision, dynamo, sharding) must not change what a recipe means.
@@ -115,6 +116,11 @@ def describe_place(place: Place) -> str:
     if place.world_size == 1 and visible > 1:
         line += f"; {visible} GPUs are visible and one is used. To use all: {LAUNCH.format(processes=visible)}"
     return line
+
+
+def describe_launch(place: Place) -> str:
+    """The command that starts as many processes as there are now."""
+    return LAUNCH.format(processes=place.world_size) if place.world_size > 1 else ONE_PROCESS
 
 
 def choose_compute_type(place: Place, *, bf16: bool | None, fp16: bool | None) -> torch.dtype:

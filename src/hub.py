@@ -16,6 +16,7 @@ from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled
 from audio import as_file
 from config import DataSource
 from faults import UserError
+from hub_ids import is_hub_id
 from manifest import BadRow, Row, build_row, choose_columns
 
 ROWS_AT_ONCE = 1000  # of the columns beside the sound
@@ -99,9 +100,14 @@ def open_hub_set(
     `place` is the source's place in the recipe, `keys` as in `manifest.choose_columns`. Raises UserError when it cannot be
     had, or lacks a column.
     """
-    if source.hub.startswith((".", "/", "~")) and not os.path.isdir(source.hub) or source.hub.endswith((".jsonl", ".csv", ".tsv")):
+    is_local = os.path.isdir(source.hub)
+    if not is_local and not is_hub_id(source.hub) or source.hub.endswith((".jsonl", ".csv", ".tsv")):
         raise UserError(f"{place}.hub: there is no folder {source.hub}; a manifest is named by path")
-    if source.revision == PARQUET_COPY and not source.config and not os.path.isdir(source.hub):
+    if is_local and source.revision not in (None, PARQUET_COPY):
+        raise UserError(f"{place}.revision: belongs to sets on the Hub; {source.hub} is a folder on this machine, which has none")
+    if streaming and "[" in source.split:
+        raise UserError(f"{place}.split: {source.split} is a part of a split, and a stream reads whole ones; leave the brackets out")
+    if source.revision == PARQUET_COPY and not source.config and not is_local:
         raise UserError(f"{place}.config: is missing; at {PARQUET_COPY} a set without one is all of its configurations at once")
     part = {"data_dir" if source.revision == PARQUET_COPY else "name": source.config}
     try:
@@ -181,7 +187,7 @@ def _explain(error: Exception, source: DataSource, place: str) -> str:
             f"{place}.hub: {name} is a loading script, and those are never run: the Hub may have a copy of it, "
             f"{place}.revision: {PARQUET_COPY}; else convert the set to Parquet, or write a manifest"
         )
-    if "Unknown split" in text and known:
+    if ("Unknown split" in text or "Bad split" in text) and known:
         return f"{place}.split: {name} has no split {source.split}; there are {known}"
     if "BuilderConfig" in text and known:
         return f"{place}.config: {name} has no configuration {source.config}; there are {known}"
@@ -190,9 +196,15 @@ def _explain(error: Exception, source: DataSource, place: str) -> str:
     if "Revision" in text and source.revision:
         return f"{place}.revision: {name} has no revision {source.revision}; see {page}/tree/main"
     if any(isinstance(cause, (ConnectionError, OfflineModeIsEnabled)) for cause in _causes(error)) or "find cache" in text:
-        return f"{place}.hub: {name} is not in the cache and the Hub cannot be reached; give a local folder, or load it once with a network"
+        return (
+            f"{place}.hub: there is no folder {name} here, and as a set on the Hub {name} is not in the cache and the Hub cannot be "
+            "reached; give a local folder, or load it once with a network"
+        )
     if isinstance(error, DatasetNotFoundError):
-        return f"{place}.hub: there is no set {name} that you can read; see {page}, and if it is private: hf auth login"
+        return (
+            f"{place}.hub: there is no folder {name} here, and on the Hub no set {name} that you can read; see {page}, "
+            "and if it is private: hf auth login"
+        )
     deepest = [cause for cause in _causes(error)][-1]
     said = " ".join(str(deepest).split())
     return f"{place}.hub: {name} cannot be loaded: {text}" + (f": {said}" if said and said not in text else "")

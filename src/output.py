@@ -101,7 +101,7 @@ def find_checkpoint(folder: Path, *, world_size: int) -> tuple[Path | None, list
             ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
             if not all((checkpoint / name).is_file() for name in ranks):
                 notes.append(
-                    f"warning: {checkpoint.name} holds no random states for {world_size} processes: "
+                    f"warning: {checkpoint.name} holds no random states for {world_size} process{'es' if world_size > 1 else ''}: "
                     "shuffling and dropout are not repeated exactly"
                 )
             return checkpoint, notes
@@ -137,7 +137,7 @@ def describe_finished_run(folder: Path, recipe: Recipe) -> str:
     except (OSError, ValueError, TypeError, KeyError):
         return ""  # not written yet, or those of a run that only scored
     patience = recipe.run.early_stopping_patience
-    ended = re.fullmatch(r"no better \S+ in (\d+) evaluations", why)
+    ended = re.fullmatch(r"no better \S+ in (\d+) evaluations?", why)
     if status == "stopped_early" and ended and patience and patience <= int(ended[1]):
         return f"{folder} is finished ({steps:,} of {last:,} steps, {why}); to train on: --run.early_stopping_patience MORE"
     if status != "finished" or _asks_for_more(recipe, steps=steps, epochs=epochs):
@@ -166,6 +166,8 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
             f"training.output_dir: {folder} holds an earlier run ({', '.join(held[:3])}). Choose another folder, "
             "or go on with it: --run.resume auto"
         )
+    if not recipe.training["do_train"] and any((folder / name).is_file() for name in (ADAPTER_FILE, MODEL_FILE)):
+        raise UserError(f"training.output_dir: {folder} holds a trained model, and scoring would replace its results. Choose another folder")
     if not (folder / RECIPE_FILE).is_file():
         return ""
     try:
@@ -312,7 +314,7 @@ def describe_gain(results: dict[str, Any]) -> list[str]:
 
 
 def write_model_card(folder: Path, recipe: Recipe, results: dict[str, Any]) -> None:
-    """README.md of the output folder: what it is, its scores and how they were taken, lines that load it and transcribe, what made it."""
+    """README.md of the output folder: what it is, its scores and how they were taken, lines that transcribe by it, what made it."""
     rows = "\n".join(
         f"| {name} | {_cell(results['baseline'].get(name), 'wer')} | {final['wer']:.2f} "
         f"| {_cell(results['baseline'].get(name), 'cer')} | {final['cer']:.2f} | {final['rows_scored']} of {final['rows_total']} |"
@@ -328,7 +330,8 @@ def write_model_card(folder: Path, recipe: Recipe, results: dict[str, Any]) -> N
     front |= {"library_name": "peft" if recipe.lora is not None else "transformers", "tags": ["whisper-ddp"]}
     before = "the untouched model"
     if recipe.model.adapter:
-        before = f"the adapter `{Path(recipe.model.adapter).resolve().name}` (`model.adapter`) that training went on from, not of the base model"
+        adapter = Path(recipe.model.adapter).resolve().name
+        before = f"the adapter `{adapter}` (`model.adapter`) that training went on from, not of the base model"
     stored = {"8bit": "8 bit", "4bit": "4 bit", "none": "their own type"}[results["quantization"]]
     write_text(
         folder / "README.md",

@@ -62,7 +62,8 @@ def read_first_rows(hub_set: HubSet, place: str) -> tuple[list[Row], list[BadRow
             break
     choose_speakers(seen, hub_set.source, place)
     if left_out:
-        logger.info("%s: %s of %s are left out by speaker_share", place, f"{left_out:,} of the first {left_out + len(rows):,} rows", hub_set.source.name)
+        first = f"{left_out:,} of the first {left_out + len(rows):,} rows"
+        logger.info("%s: %s of %s are left out by speaker_share", place, first, hub_set.source.name)
     return rows, bad_rows
 
 

@@ -27,7 +27,7 @@ from adapters import check_adapter
 from compiling import arrange_computation
 from config import Recipe, best_metric, dump_recipe, load_recipe
 from console import quieten, say
-from device import choose_compute_type, describe_place, is_main_process, peak_memory_gib, settle_place
+from device import choose_compute_type, describe_launch, describe_place, is_main_process, peak_memory_gib, settle_place
 from estimates import check_free_disk, find_shared_memory_shortage
 from faults import RunFailure, UserError, describe_failure, progress
 from labels import LabelBuilder
@@ -99,7 +99,7 @@ def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog
     say(find_shared_memory_shortage(arguments, mel_bins=base.config.num_mel_bins, place=place))
     say(*labels.describe_translation(row for part in checked.values() for row in part.rows))
     if recipe.check_only:
-        say(f"--check: this run can start: accelerate launch src/train.py {shlex.join(w for w in argv if w != '--check')}")
+        say(f"--check: this run can start: {describe_launch(place)} {shlex.join(w for w in argv if w != '--check')}")
         return
 
     # 6. The weights: a whole copy on this process's own device.

@@ -14,6 +14,7 @@ from device import (
     check_placement,
     choose_compute_type,
     choose_device,
+    describe_launch,
     describe_place,
     find_strays,
     is_main_process,
@@ -191,6 +192,11 @@ def test_processes_on_a_cpu_share_its_cores(environ, cores, processes, threads):
         environ.setenv(name, value)
     assert settle_place(use_cpu=True).device == "cpu"
     assert torch.get_num_threads() == threads and os.environ["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_a_launch_is_described_with_its_number_of_processes():
+    assert describe_launch(Place("cpu")) == "accelerate launch src/train.py"
+    assert describe_launch(Place("cpu", world_size=3)) == "accelerate launch --num_processes 3 src/train.py"
 
 
 def test_one_process_with_two_cards_says_how_to_use_both(two_cards):

@@ -58,7 +58,7 @@ def test_a_check_tries_all_but_the_weights(speech, tmp_path, capsys):
     (model / "model.safetensors").write_bytes(b"these are no weights")
     recipe = write_recipe(speech, name="check", model={"name": str(model)}, training={"output_dir": str(tmp_path / "out")})
     assert train_here(recipe, "--check") is None
-    assert "--check: this run can start" in capsys.readouterr().out
+    assert f"--check: this run can start: accelerate launch src/train.py --config {recipe}\n" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"data_report.json", "data_report.html", ".lock"}
     # What a check leaves is no earlier run.
     assert train_here(recipe, "--check") is None

@@ -189,10 +189,10 @@ def gated() -> GatedRepoError:
     [
         (DatasetNotFoundError("Dataset 'own/set' is a gated dataset on the Hub."), "hub: own/set is gated", "hf auth login"),
         (gated(), "hub: own/set is gated", "https://huggingface.co/datasets/own/set"),
-        (DatasetNotFoundError("Dataset 'own/set' doesn't exist on the Hub or cannot be accessed."), "hub: there is no set own/set", "private"),
+        (DatasetNotFoundError("Dataset 'own/set' doesn't exist on the Hub or cannot be accessed."), "hub: there is no folder own/set here, and on the Hub no set own/set that", "private"),
         (DatasetNotFoundError("Revision 'old' doesn't exist for dataset 'own/set' on the Hub."), "revision: own/set has no revision old", "tree/main"),
-        (ConnectionError("Couldn't reach 'own/set' on the Hub (ConnectError)"), "hub: own/set is not in the cache", "local folder"),
-        (ValueError("Couldn't find cache for own/set for config 'x'"), "hub: own/set is not in the cache", "local folder"),
+        (ConnectionError("Couldn't reach 'own/set' on the Hub (ConnectError)"), "hub: there is no folder own/set here, and", "own/set is not in the cache"),
+        (ValueError("Couldn't find cache for own/set for config 'x'"), "hub: there is no folder own/set here, and", "own/set is not in the cache"),
         (RuntimeError("Dataset scripts are no longer supported, but found set.py"), "hub: own/set is a loading script", "convert the set to Parquet"),
         (ValueError("BuilderConfig 'hi' not found. Available: ['hi_in', 'ta_in']"), "config: own/set has no configuration hi", "there are hi_in, ta_in"),
         (ValueError("Config name is missing.\nPlease pick one among the available configs: ['hi_in', 'ta_in']"), "config: is missing", "hi_in, ta_in"),
@@ -223,6 +223,8 @@ def test_a_set_that_is_only_a_loading_script_is_refused_and_never_run(tmp_path):
 
 def test_splits_configurations_and_columns_that_are_there_are_listed(folder, tmp_path):
     assert complain(folder, split="dev").endswith("has no split dev; there are train, test")
+    assert complain(folder, split="dev", streaming=True).endswith("has no split dev; there are train, test")
+    assert complain(folder, split="train[:50%]", streaming=True).startswith("data.train[0].split: train[:50%] is a part of a split, and a stream")
     assert complain(folder, config="hi").endswith("has no configuration hi; there are default")
     assert "column 'clip' is not there; columns are audio, text, path" in complain(folder, audio_column="clip")
     assert complain(folder, audio_column="duration") == f"hub:{folder}/train: column 'duration' holds no sound (sound is in audio); set data.train[0].audio_column"
@@ -358,6 +360,9 @@ def test_a_training_source_of_which_nothing_is_left_is_refused(tmp_path):
     ("source", "message"),
     [
         (DataSource(hub="./nothere", split="train"), r"^data\.train\[0\]\.hub: there is no folder \./nothere; a manifest is named by path$"),
+        (DataSource(hub="data/parts/one", split="train"), r"^data\.train\[0\]\.hub: there is no folder data/parts/one; "),
+        (DataSource(hub="data\\one", split="train"), r"^data\.train\[0\]\.hub: there is no folder data\\one; "),
+        (DataSource(hub=str(Path(__file__).parent), split="train", revision="main"), r"^data\.train\[0\]\.revision: belongs to sets on the Hub; "),
         (DataSource(hub="train.jsonl", split="train"), "there is no folder train.jsonl; a manifest is named by path$"),
         (DataSource(hub="google/fleurs", split="train", revision="refs/convert/parquet"), r"^data\.train\[0\]\.config: is missing; at refs"),
     ],

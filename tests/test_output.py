@@ -69,6 +69,15 @@ def test_a_folder_with_an_earlier_run_is_refused_unless_the_recipe_resumes(out, 
     prepare_output_dir(out, recipe_for("--run.resume=auto"))
 
 
+def test_scoring_never_replaces_the_results_of_training(out, recipe_for):
+    (out / "results.json").write_text("{}")
+    scoring = recipe_for("--run.resume=auto", "--training.do_train=false")
+    assert prepare_output_dir(out, scoring) == "", "those of scoring are"
+    (out / "adapter_model.safetensors").write_text("")
+    with pytest.raises(UserError, match="holds a trained model, and scoring would replace its results"):
+        prepare_output_dir(out, scoring)
+
+
 @pytest.mark.parametrize("held", [["data_report.json", "data_report.html", ".lock"], ["checkpoint-best"], ["notes.txt", "runs"], []])
 def test_what_a_check_leaves_is_no_earlier_run(out, recipe_for, held):
     for name in held:

@@ -109,6 +109,15 @@ def test_a_set_whose_every_file_is_missing_is_told_of_the_audio_folder(tmp_path)
     assert "the source's audio_folder names another one" in problem.splitlines()[-1]
 
 
+def test_parts_outside_their_sound_are_told_of_clips_that_are_cut_already(tmp_path):
+    toy.write_clip(tmp_path / "cut.wav")
+    manifest = toy.write_manifest(tmp_path / "a.jsonl", [{"audio": "cut.wav", "text": "x", "start": 12.5, "end": 13}])
+    (problem,) = complain([DataSource(path=str(manifest))], tmp_path / "out")
+    assert problem.splitlines()[-1] == (
+        "  start and end are seconds inside the sound of the row; where clips are cut already, leave these two columns out"
+    )
+
+
 def test_the_share_of_speakers_is_told_with_the_set_it_belongs_to(train, tmp_path, caplog):
     toy.write_speech(tmp_path, ["four"], name="other", speaker="bob")
     with caplog.at_level(logging.INFO, logger="manifest"):
