@@ -61,6 +61,15 @@ class LearningCheck(TrainerCallback):
         return self.learning_rate > tensor.abs().min().item() * torch.finfo(tensor.dtype).eps / 2
 
 
+def check_weights(model: torch.nn.Module) -> None:
+    """Raises FloatingPointError naming the trained tensors that are not finite."""
+    tensors = dict(trainable_parameters(model))
+    finite = torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).tolist()
+    broken = [name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite]
+    if broken:
+        raise FloatingPointError(f"not finite: {_few(broken)}")
+
+
 def _few(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{len(names)} trained tensors: {', '.join(names[:3])}{more}"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import set_seed
 
+import checkpoints
 import output
 from adapters import check_adapter
 from compiling import arrange_computation
@@ -123,14 +124,14 @@ def train(
     checkpoint, baseline = None, {}
     if recipe.run.resume == "auto":
         # One rank looks at the disk, so that all take the same branch.
-        found = json.loads(meeting.once(lambda: output.find_earlier_part(folder, world_size=place.world_size)))
+        found = json.loads(meeting.once(lambda: checkpoints.find_earlier_part(folder, world_size=place.world_size)))
         checkpoint, baseline = found["checkpoint"] and Path(found["checkpoint"]), found["baseline"]
         say(*found["notes"], f"going on from {checkpoint}" if checkpoint else "no complete checkpoint: starting anew")
     if recipe.run.baseline and checkpoint is None:
         say("scoring the untouched model")
         baseline = trainer.score(trainer.sets, "baseline")
         if place.is_main:
-            output.write_json(folder / output.BASELINE_FILE, baseline)
+            output.write_json(folder / checkpoints.BASELINE_FILE, baseline)
             output.write_predictions(folder, "baseline", trainer.texts)
     if recipe.run.early_stopping_patience:
         trainer.add_callback(Patience(recipe.run.early_stopping_patience))

@@ -2,6 +2,7 @@
 
 import math
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,25 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate.utils import AutocastKwargs
+from accelerate.utils import AutocastKwargs, broadcast, broadcast_object_list, gather_object
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 from transformers import EarlyStoppingCallback, EvalPrediction, Seq2SeqTrainer, TrainerCallback, TrainerState
 from transformers.modeling_outputs import BaseModelOutput
 
+from checkpoints import SAVING, STATE_FILE, naming_the_file, publish, reading_random_states, remove_leftovers
 from compiling import Computation, padded_length
 from config import Recipe, TrainingConfig, accumulation_steps, best_metric
 from console import say
 from device import Place, check_placement
 from faults import UserError, progress
 from labels import LabelBuilder
+from learning import check_weights
 from manifest import Row
 from mixing import WeightedSampler
-from model import load_weights
-from output import write_checksums
+from model import load_weights, trainable_parameters
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
 from speech import SpeechDataset, collate
@@ -242,7 +243,7 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     def finish_at(self, checkpoint: Path) -> None:
         """Takes weights and state of a checkpoint that holds the last step already: there is nothing left to train."""
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
         load_weights(self.model, checkpoint)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
@@ -441,6 +442,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         )
         scores["loss"] = sum(table[i][1] for i in row_ids) / sum(table[i][2] for i in row_ids)
         scores["rows_total"] = self.rows_total[names[0]]
+        # Of the same rows on every rank; still one of them decides, so that none saves or stops alone.
+        (scores,) = broadcast_object_list([scores])
         self.scores[names[0]] = scores
         if self.is_in_train:
             step, best = self.state.global_step, self.state.best_global_step
@@ -450,20 +453,45 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     # --- saving
 
+    # Where the stock trainer writes a checkpoint and looks for older ones to remove: there are none.
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(Path(self.args.output_dir) / SAVING)
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         started = time.perf_counter()
         self.finite_loss.judge()
         with progress.during("save"):
-            super()._save_checkpoint(model, trial)
+            check_weights(self.model)
+            checkpoint = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             if self.args.should_save:
-                write_checksums(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+                remove_leftovers(Path(self.args.output_dir))
+            with naming_the_file(checkpoint) if self.args.should_save else nullcontext():
+                super()._save_checkpoint(model, trial)
+                self._find_best_checkpoint()
+                if self.args.should_save:
+                    self.state.save_to_json(str(checkpoint / STATE_FILE))
+                    publish(checkpoint, most=self.args.save_total_limit, best=self.state.best_model_checkpoint)
         self.seconds["save"] += time.perf_counter() - started
 
+    def _find_best_checkpoint(self) -> None:
+        """Says on every rank where the best checkpoint lies, by the main process's disk, in which the newest is about to be."""
+        best = Path(self.args.output_dir) / f"checkpoint-{self.state.best_global_step}"
+        if self.state.best_global_step == self.state.global_step or best.is_dir():
+            self.state.best_model_checkpoint = str(best)
+        (self.state.best_model_checkpoint,) = broadcast_object_list([self.state.best_model_checkpoint])
+
+    # Only one process writes into output_dir, which other machines need not see.
+    def _save_rng_state(self, output_dir: str) -> None:
+        with tempfile.TemporaryDirectory() as scratch, naming_the_file(Path(scratch)):
+            super()._save_rng_state(scratch)
+            own = [(path.name, path.read_bytes()) for path in Path(scratch).iterdir()]
+        states = gather_object(own)
+        if self.args.should_save:
+            for name, state in states:
+                (Path(output_dir) / name).write_bytes(state)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # numpy 1 and 2 call one function by two names in their files, and safe loading takes only that of the version at hand.
-        rebuild = np.random.get_state()[1].__reduce__()[0]
-        names = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-        with torch.serialization.safe_globals(names):
+        with reading_random_states():
             super()._load_rng_state(checkpoint)
 
     # The stock trainer lets peft read an adapter to the default device, which is card 0 on every rank.
@@ -471,8 +499,11 @@ class WhisperTrainer(Seq2SeqTrainer):
         load_weights(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        # By its name in this run's folder, which may have been moved since.
-        load_weights(self.model, Path(self.args.output_dir) / Path(self.state.best_model_checkpoint).name)
+        # By its name in this run's folder, which may have been moved since; from the main process's disk.
+        if self.place.is_main:
+            load_weights(self.model, Path(self.args.output_dir) / Path(self.state.best_model_checkpoint).name)
+        for _, tensor in trainable_parameters(self.model):
+            broadcast(tensor.data)
 
 
 def _name_rows(rows: Sequence[Row]) -> str:

@@ -1,0 +1,35 @@
+"""The training command on two machines that share no disk and compute other scores: a rank other than 0 has an output
+folder of its own, takes every word error rate for worse from step to step, and leaves its state in STATE_OF_RANK_1."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import train
+import trainer
+from model import trainable_parameters
+
+RANK = int(os.environ["RANK"])
+stock_scores, stock_train = trainer.compute_scores, trainer.WhisperTrainer.train
+calls = []
+
+
+def other_scores(*args, **words):
+    calls.append(1)
+    return stock_scores(*args, **words) | {"wer": 10.0 * (len(calls) if RANK else 9 - len(calls))}
+
+
+def train_and_tell(self, *args, **words):
+    result = stock_train(self, *args, **words)
+    if RANK:
+        state = {"best_metric": self.state.best_metric, "best": self.state.best_model_checkpoint, "steps": self.state.global_step}
+        state["weights"] = {name: tensor.tolist() for name, tensor in trainable_parameters(self.model)}
+        Path(os.environ["STATE_OF_RANK_1"]).write_text(json.dumps(state))
+    return result
+
+
+if __name__ == "__main__":
+    trainer.compute_scores, trainer.WhisperTrainer.train = other_scores, train_and_tell
+    folder = ["--training.output_dir", os.environ["FOLDER_OF_RANK_1"]] if RANK else []
+    train.start(sys.argv[1:] + folder)
