@@ -155,6 +155,7 @@ class RunConfig:
         resume: auto goes on from the newest complete checkpoint in output_dir.
         max_eval_samples: a fixed seeded subset of each set during training; the full sets are scored at the end.
         early_stopping_patience: evaluations without a better metric_for_best_model before training stops.
+        max_skipped_steps: steps in a row that may be skipped because their loss or gradient is not finite.
     """
 
     global_batch_size: int | None = None
@@ -162,6 +163,7 @@ class RunConfig:
     resume: Literal["never", "auto"] = "never"
     max_eval_samples: int | None = None
     early_stopping_patience: int | None = None
+    max_skipped_steps: int = 3
 
 
 @dataclass
@@ -764,6 +766,8 @@ def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, A
         value = getattr(run, key)
         if value is not None and value < 1:
             judge.add(f"run.{key}", "at least 1, or null")
+    if run.max_skipped_steps < 0:
+        judge.add("run.max_skipped_steps", "0, which stops at the first, or more")
     if run.global_batch_size and "gradient_accumulation_steps" in given.get("training", {}):
         judge.add("run.global_batch_size", "gradient accumulation follows from it; leave training.gradient_accumulation_steps out")
     _find_training_clashes(recipe, judge)

@@ -87,13 +87,15 @@ def main(argv: list[str]) -> None:
         args=arguments,
         train_dataset=train_set,
         eval_dataset={name: thin_out(examples, recipe.run.max_eval_samples) for name, examples in sets.items()},
-        callbacks=[LearningCheck(model), RecipeSteps(), ExplodingLoss(base.config.vocab_size)],
+        callbacks=[RecipeSteps(), ExplodingLoss(base.config.vocab_size)],
         place=place,
         labels=labels,
         computation=computation,
         sets=sets,
         rows_total={name: checked[name].rows_total for name in sets},
+        max_skipped_steps=recipe.run.max_skipped_steps,
     )
+    trainer.add_callback(LearningCheck(model, trainer.finite_steps.was_skipped))
 
     # 8. Scores before, training, scores after.
     if place.is_main:

@@ -24,6 +24,7 @@ from config import Recipe, TrainingConfig, accumulation_steps, best_metric
 from console import say
 from device import Place, check_placement
 from faults import UserError, progress
+from finite import FiniteSteps
 from labels import LabelBuilder
 from learning import check_weights
 from manifest import Row
@@ -48,37 +49,6 @@ def mean_token_loss(
         outputs.logits.float().flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
     )
     return total / num_items_in_batch
-
-
-class FiniteLoss:
-    """Stops the run at a loss that is not finite, naming the clips; looks one micro-batch late so as not to wait for the device."""
-
-    def __init__(self, row_names: Callable[[Sequence[int]], str]):
-        self.row_names = row_names
-        self._last: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None] | None = None
-
-    def watch(self, loss: torch.Tensor, row_ids: torch.Tensor) -> None:
-        """Judges the loss before this one, then remembers this one."""
-        self.judge()
-        event = None
-        if loss.is_cuda:
-            event = torch.cuda.Event()
-            value = loss.detach().to("cpu", non_blocking=True)
-            event.record()
-        else:
-            value = loss.detach().clone()
-        self._last = (value, row_ids, event)
-
-    def judge(self) -> None:
-        """Raises FloatingPointError when the remembered loss is not finite."""
-        if self._last is None:
-            return
-        value, row_ids, event = self._last
-        self._last = None
-        if event is not None:
-            event.synchronize()
-        if not torch.isfinite(value):
-            raise FloatingPointError(f"the loss is {value.item()} on {self.row_names(row_ids.tolist())}")
 
 
 class ExplodingLoss(TrainerCallback):
@@ -146,6 +116,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         computation: how the model computes, in training, evaluation and generation alike.
         sets: the scored sets by name; the row ids of two sets differ.
         rows_total: set name -> rows the manifest had, dropped ones included.
+        max_skipped_steps: optimiser steps in a row that may be skipped because they are not finite.
     """
 
     # The names of public methods below are the stock trainer's own.
@@ -158,6 +129,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         computation: Computation,
         sets: dict[str, SpeechDataset],
         rows_total: dict[str, int],
+        max_skipped_steps: int,
         **stock: Any,
     ):
         args, base = stock["args"], labels.base
@@ -194,7 +166,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         if isinstance(self.train_dataset, StreamedSpeech):
             self.stream = StreamReport(self.train_dataset.data, place.world_size)
             self.add_callback(TellDropped(self.stream))
-        self.finite_loss = FiniteLoss(self._name_clips)
+        self.finite_steps = FiniteSteps(self._name_clips, most_skipped=max_skipped_steps)
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
         self.windows = 0
         self._unchecked = {"training", "evaluation"}
@@ -217,7 +189,6 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.windows, started = 0, time.perf_counter()
         self._logged, self._began = None, started
         result = super().train(*args, **kwargs)
-        self.finite_loss.judge()
         if self.stream:
             self.stream.judge()
         progress.phase = "load"
@@ -233,6 +204,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         return {
             "steps": self.state.global_step,
             "loss": losses[-1] if losses else None,
+            "skipped_steps": self.finite_steps.skipped,
             "windows": self.windows,
             "windows_per_second": self.windows / training,
             "audio_seconds_per_second": self.windows * mean_clip_seconds / training,
@@ -288,11 +260,21 @@ class WhisperTrainer(Seq2SeqTrainer):
             data, pauses, passed = (new - old for new, old in zip(spent, self._logged or (0.0, 0.0, self._began), strict=True))
             logs["data_wait_share"] = round(data / max(passed - pauses, 1e-9), 4)
             self._logged = spent
+            steps, finite = self.finite_steps.count_finite()
+            if finite:
+                logs["loss"] *= steps / finite
+            else:
+                del logs["loss"]
+            if not math.isfinite(logs.get("grad_norm", 0.0)):
+                del logs["grad_norm"]
+            if self.finite_steps.skipped:
+                logs["skipped_steps"] = self.finite_steps.skipped
         super().log(logs, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The stock method, with the time that it waits for data taken."""
         started = time.perf_counter()
+        self._loss_before = self._tr_loss.clone()
         with progress.during("data"):
             batches, items = super().get_batch_samples(*args, **kwargs)
             for batch in batches if self.stream else ():
@@ -309,14 +291,23 @@ class WhisperTrainer(Seq2SeqTrainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The loss of a micro-batch by `mean_token_loss`; raises FloatingPointError when one before it was not finite."""
+        """The loss of a micro-batch by `mean_token_loss`, NaN when it is not finite."""
         self._check_first_batch(inputs, "training")
         row_ids = inputs.pop("row_id")
         inputs = {name: value for name, value in inputs.items() if name not in ("language", "task")}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        self.finite_loss.watch(loss, row_ids)
+        loss = self.finite_steps.watch(loss, row_ids)
         progress.phase = "backward"
         return loss
+
+    # Called before every optimiser step, whether gradients are clipped or not.
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # The loss of a skipped step is none that the model was trained on, and NaN would spoil the mean that is logged.
+        self._tr_loss = torch.where(torch.isfinite(norm), self._tr_loss, self._loss_before)
+        is_scaled = self.accelerator.scaler is not None
+        self.finite_steps.guard(norm, self.optimizer, step=self.state.global_step + 1, is_scaled=is_scaled)
+        return norm
 
     def _check_first_batch(self, inputs: dict[str, Any], kind: str) -> None:
         if kind in self._unchecked:
@@ -356,7 +347,7 @@ class WhisperTrainer(Seq2SeqTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The stock evaluation of one set or a dictionary of sets."""
         started = time.perf_counter()
-        self.finite_loss.judge()
+        self.finite_steps.judge()
         examples = kwargs.get("eval_dataset") or self.eval_dataset
         if isinstance(examples, str):
             examples = self.eval_dataset[examples]
@@ -459,7 +450,7 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         started = time.perf_counter()
-        self.finite_loss.judge()
+        self.finite_steps.judge()
         with progress.during("save"):
             check_weights(self.model)
             checkpoint = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -384,6 +385,8 @@ def test_ranks_without_a_common_disk_take_the_main_processs_decisions_and_its_be
     other = json.loads(state.read_text())
     assert (other["steps"], other["best_metric"], Path(other["best"]).name) == (6, 30.0, "checkpoint-6")
     assert not elsewhere.exists()
+    assert re.search(r"warning: skipped step 3: the loss is nan on .*train.jsonl:\d+ \(.*\) \(rank 1\)\n", run.stdout)
+    assert run.results["train"]["skipped_steps"] == 1
     assert {path.name for path in (out / "checkpoint-6").glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     saved = load_file(out / "adapter_model.safetensors")
     assert sorted(map(str, other["weights"].values())) == sorted(str(tensor.tolist()) for tensor in saved.values())
