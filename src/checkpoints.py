@@ -181,7 +181,8 @@ def find_checkpoint(folder: Path, *, world_size: int) -> tuple[Path | None, list
             ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
             if not all((checkpoint / name).is_file() for name in ranks):
                 notes.append(
-                    f"warning: {checkpoint.name} holds no random states for {world_size} processes: dropout is not repeated exactly"
+                    f"warning: {checkpoint.name} holds no random states for {world_size} processes: dropout is not repeated exactly; "
+                    "the order of the data is, when run.global_batch_size is set"
                 )
             return checkpoint, notes
         notes.append(f"warning: {checkpoint} is passed over: {damage}")

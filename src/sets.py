@@ -190,8 +190,7 @@ def describe_plan(train: CheckedSet, data: DataConfig, arguments: TrainingConfig
     steps = arguments.max_steps
     clips = train.mix.clips if train.mix else [len(train.rows)]
     if steps <= 0:
-        micro_batches = math.ceil(sum(clips) / (place.world_size * each))
-        steps = math.ceil(arguments.num_train_epochs * math.ceil(micro_batches / accumulated))
+        steps = math.ceil(arguments.num_train_epochs * math.ceil(sum(clips) / whole))
     epochs = "streamed" if train.streams else f"{steps * whole / sum(clips):.1f} epochs"
     line = (
         f"{steps:,} steps ({epochs}) of {whole} clips = {place.world_size} process"

@@ -28,7 +28,7 @@ from finite import FiniteSteps
 from labels import LabelBuilder
 from learning import check_weights
 from manifest import Row
-from mixing import WeightedSampler
+from mixing import Mix, TrainingSampler
 from model import load_weights, trainable_parameters
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
@@ -224,8 +224,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         """The stock loader, or that of a stream, which shares its rows out between the processes itself."""
         if self.stream is None:
             loader = super().get_train_dataloader()
-            if isinstance(self._mixing, WeightedSampler):
-                loader.set_sampler(self._mixing)  # so that the epoch reaches it when the first batches are skipped, too
+            loader.set_sampler(self._sampler)  # so that the epoch reaches it when the first batches are skipped, too
             return loader
         return build_loader(
             self.train_dataset,
@@ -238,14 +237,12 @@ class WhisperTrainer(Seq2SeqTrainer):
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        mix = getattr(self.train_dataset, "mix", None)
-        if mix is None or mix.is_plain:
-            self._mixing = super()._get_train_sampler(train_dataset)
-        else:
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            self._mixing = WeightedSampler(mix, seed=seed)
-        return self._mixing
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
+        mix = self.train_dataset.mix or Mix([len(self.train_dataset)], [1.0])
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        global_batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        self._sampler = TrainingSampler(mix, seed=seed, global_batch_size=global_batch_size)
+        return self._sampler
 
     def _name_clips(self, row_ids: Sequence[int]) -> str:
         if self.stream:
@@ -494,7 +491,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         if self.place.is_main:
             load_weights(self.model, Path(self.args.output_dir) / Path(self.state.best_model_checkpoint).name)
         for _, tensor in trainable_parameters(self.model):
-            broadcast(tensor.data)
+            tensor.data.copy_(broadcast(tensor.data.contiguous()))
 
 
 def _name_rows(rows: Sequence[Row]) -> str:

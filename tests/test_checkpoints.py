@@ -264,6 +264,7 @@ def speech(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     build_whisper(folder / "model")
     write_speech(folder, [f"clip {i} " * (1 + i % 4) for i in range(8)])
+    write_speech(folder, [f"clip {i} " * (1 + i % 4) for i in range(6)], name="six")
     write_speech(folder, [f"other {i}" for i in range(3)], name="dev")
     return folder
 
@@ -390,3 +391,35 @@ def test_ranks_without_a_common_disk_take_the_main_processs_decisions_and_its_be
     assert {path.name for path in (out / "checkpoint-6").glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     saved = load_file(out / "adapter_model.safetensors")
     assert sorted(map(str, other["weights"].values())) == sorted(str(tensor.tolist()) for tensor in saved.values())
+
+
+def test_a_run_goes_on_alike_on_another_number_of_processes(speech, tmp_path):
+    straight, two, one = (tmp_path / name for name in ("straight", "two", "one"))
+    steps = {"max_steps": 6, "save_steps": 1, "save_total_limit": None, "logging_steps": 1, "eval_strategy": "no"}
+    recipe = write_recipe(
+        speech,
+        data={"train": [str(speech / "six.jsonl")]},  # six clips: the second batch of four is filled up from the first
+        run={"baseline": False, "global_batch_size": 4},
+        training=steps | {"output_dir": str(straight), "load_best_model_at_end": False, "lr_scheduler_type": "cosine"},
+    )
+    first = train_here(recipe)
+    for begun, goes_on, step in ((straight, two, 3), (two, one, 5)):
+        shutil.copytree(begun, goes_on)
+        (goes_on / "results.json").unlink()
+        for checkpoint in list_checkpoints(goes_on)[step:]:
+            shutil.rmtree(checkpoint)
+        words = ["--training.output_dir", str(goes_on), "--run.resume", "auto"]
+        if goes_on == two:
+            run = launch(recipe, *words, processes=2, timeout=200)
+            assert run.status == 0, run.tail
+            assert "no random states for 2 processes" in run.stdout
+        else:
+            train_here(recipe, *words)
+        histories = [json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"] for out in (straight, goes_on)]
+        assert len(histories[0]) == len(histories[1]) == 6
+        for expected, entry in zip(*histories, strict=True):
+            assert entry["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert (entry["learning_rate"], entry["epoch"]) == (expected["learning_rate"], expected["epoch"])
+        results = json.loads((goes_on / "results.json").read_text())
+        assert results["global_batch_size"] == 4
+        assert results["final"]["dev"]["loss"] == pytest.approx(first["final"]["dev"]["loss"], abs=1e-5)
