@@ -157,6 +157,7 @@ class RunConfig:
         early_stopping_patience: evaluations without a better metric_for_best_model before training stops.
         time_limit_seconds: after so long the run saves behind a whole step and stops; resume: auto goes on.
         stall_timeout_seconds: after so long without any progress on the rank that is late the job is ended with a report.
+        max_skipped_steps: steps in a row that may be skipped because their loss or gradient is not finite.
     """
 
     global_batch_size: int | None = None
@@ -166,6 +167,7 @@ class RunConfig:
     early_stopping_patience: int | None = None
     time_limit_seconds: float | None = None
     stall_timeout_seconds: float = 600.0
+    max_skipped_steps: int = 3
 
 
 @dataclass
@@ -795,6 +797,8 @@ def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, A
         value = getattr(run, key)
         if value is not None and value < 1:
             judge.add(f"run.{key}", "at least 1, or null")
+    if run.max_skipped_steps < 0:
+        judge.add("run.max_skipped_steps", "0, which stops at the first, or more")
     if run.global_batch_size and "gradient_accumulation_steps" in given.get("training", {}):
         judge.add("run.global_batch_size", "gradient accumulation follows from it; leave training.gradient_accumulation_steps out")
     _find_training_clashes(recipe, judge)

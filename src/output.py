@@ -4,18 +4,16 @@ import json
 import os
 import re
 import tempfile
-import zipfile
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
 from transformers import GenerationConfig, WhisperProcessor
 
 from adapters import ADAPTER_FILE
+from checkpoints import SAVING, asks_for_more, list_checkpoints, naming_the_file, remove_leftovers
 from config import Recipe, TrainingConfig, dump_recipe
 from device import Place, describe_place
 from faults import UserError
@@ -25,10 +23,7 @@ from model import MODEL_FILE, BaseModel
 from scores import NORMALIZERS, count_word_errors, paired_p_value
 from versions import library_versions
 
-RECIPE_FILE, RESULTS_FILE, BASELINE_FILE, STATE_FILE = "recipe.yaml", "results.json", "baseline.json", "trainer_state.json"
-CHECKSUMS_FILE = "checksums.json"
-# What a resumed run reads and one process writes; random states of several ranks are left to the checksums in their zip format.
-CHECKED_FILES = (ADAPTER_FILE, MODEL_FILE, "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE_FILE)
+RECIPE_FILE, RESULTS_FILE = "recipe.yaml", "results.json"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -47,85 +42,6 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The folders checkpoint-N, oldest step first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
-
-
-def compute_checksum(path: Path) -> int:
-    """CRC-32 of a file: it stands against disks and copies, not against people, and is fast on gigabytes."""
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def write_checksums(checkpoint: Path) -> None:
-    """Writes the checksums of what a resumed run reads: safetensors and JSON have none of their own."""
-    paths = [path for path in map(checkpoint.joinpath, CHECKED_FILES) if path.is_file()]
-    write_json(checkpoint / CHECKSUMS_FILE, {path.name: compute_checksum(path) for path in paths})
-
-
-def find_damage(checkpoint: Path) -> str | None:
-    """What makes a checkpoint unusable; None for a complete one. Without checksums (a run ended while it wrote them) only its form tells."""
-    weights = next((checkpoint / name for name in (ADAPTER_FILE, MODEL_FILE) if (checkpoint / name).is_file()), None)
-    if weights is None:
-        return "it holds no weights"
-    try:
-        json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        with safe_open(weights, framework="pt") as file:
-            file.keys()
-        if (checkpoint / CHECKSUMS_FILE).is_file():
-            for name, expected in json.loads((checkpoint / CHECKSUMS_FILE).read_text(encoding="utf-8")).items():
-                # One that is missing is judged below: a run can go on without random states.
-                if (checkpoint / name).is_file() and compute_checksum(checkpoint / name) != expected:
-                    return f"{name} is damaged"
-        states = [path.name for path in checkpoint.glob("rng_state*.pth")]
-        for name in ("optimizer.pt", "scheduler.pt", *states):
-            with zipfile.ZipFile(checkpoint / name) as file:
-                if file.testzip():
-                    return f"{name} is damaged"
-    except Exception as error:  # a damaged file makes its reader raise whatever it meets
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return None
-
-
-def find_checkpoint(folder: Path, *, world_size: int) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint to go on from, and lines worth telling: what was passed over, what is not exact."""
-    notes = []
-    for checkpoint in reversed(checkpoints(folder)):
-        damage = find_damage(checkpoint)
-        if damage is None:
-            ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
-            if not all((checkpoint / name).is_file() for name in ranks):
-                notes.append(
-                    f"warning: {checkpoint.name} holds no random states for {world_size} process{'es' if world_size > 1 else ''}: "
-                    "shuffling and dropout are not repeated exactly"
-                )
-            return checkpoint, notes
-        notes.append(f"warning: {checkpoint} is passed over: {damage}")
-    return None, notes
-
-
-def find_earlier_part(folder: Path, recipe: Recipe, *, world_size: int) -> bytes:
-    """What a resumed run goes on from, as JSON: `checkpoint` (path or null), `notes` worth telling, whether its training
-    `is_finished` as far as the recipe asks, and the `baseline` scores."""
-    checkpoint, notes = find_checkpoint(folder, world_size=world_size)
-    found: dict[str, Any] = {"checkpoint": None, "notes": notes, "is_finished": False, "baseline": {}}
-    if checkpoint:
-        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        found |= {"checkpoint": str(checkpoint), "baseline": read_baseline(folder)}
-        found["is_finished"] = not _asks_for_more(recipe, steps=state["global_step"], epochs=state["epoch"])
-    return json.dumps(found).encode()
-
-
-def _asks_for_more(recipe: Recipe, *, steps: int, epochs: float) -> bool:
-    most = recipe.training["max_steps"]
-    return most > steps if most > 0 else recipe.training["num_train_epochs"] > epochs
-
-
 def describe_finished_run(folder: Path, recipe: Recipe) -> str:
     """What to tell in place of resuming a run whose results are written and of which nothing more is asked; else ""."""
     if recipe.run.resume == "never" or not recipe.training["do_train"]:
@@ -140,7 +56,7 @@ def describe_finished_run(folder: Path, recipe: Recipe) -> str:
     ended = re.fullmatch(r"no better \S+ in (\d+) evaluations?", why)
     if status == "stopped_early" and ended and patience and patience <= int(ended[1]):
         return f"{folder} is finished ({steps:,} of {last:,} steps, {why}); to train on: --run.early_stopping_patience MORE"
-    if status != "finished" or _asks_for_more(recipe, steps=steps, epochs=epochs):
+    if status != "finished" or asks_for_more(recipe, steps=steps, epochs=epochs):
         return ""
     return f"{folder} is finished ({steps:,} of {last:,} steps); to train on: --training.max_steps MORE"
 
@@ -160,7 +76,7 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
     except OSError as error:
         raise UserError(f"training.output_dir: {folder} cannot be written: {error.strerror}") from None
     held = [name for name in (RECIPE_FILE, RESULTS_FILE) if (folder / name).exists()]
-    held += [path.name for path in checkpoints(folder)]
+    held += [path.name for path in list_checkpoints(folder)]
     if held and recipe.run.resume == "never":
         raise UserError(
             f"training.output_dir: {folder} holds an earlier run ({', '.join(held[:3])}). Choose another folder, "
@@ -168,6 +84,8 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
         )
     if not recipe.training["do_train"] and any((folder / name).is_file() for name in (ADAPTER_FILE, MODEL_FILE)):
         raise UserError(f"training.output_dir: {folder} holds a trained model, and scoring would replace its results. Choose another folder")
+    if not recipe.check_only:  # a check looks at the folder of a run that may be at work
+        remove_leftovers(folder)
     if not (folder / RECIPE_FILE).is_file():
         return ""
     try:
@@ -179,7 +97,7 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
     differences = compare_recipes(saved, dump_recipe(recipe))
     words = r": (lora\.|model\.(name|quantization|freeze_encoder)|model\.adapter: (null ->|.* -> null$))"
     fixed = [line for line in differences.splitlines() if re.search(words, line)]
-    if fixed and checkpoints(folder):
+    if fixed and list_checkpoints(folder):
         raise UserError(*(f"{line}; a run goes on with the model it began with" for line in fixed))
     return differences
 
@@ -198,14 +116,6 @@ def compare_recipes(saved: dict[str, Any], current: str) -> str:
                 change = f"{json.dumps(before.get(key))} -> {json.dumps(after.get(key))}"
                 lines.append(f"differs from the run that is resumed: {section}.{key}: {change}")
     return "\n".join(lines)
-
-
-def read_baseline(folder: Path) -> dict[str, Any]:
-    """The scores of the untouched model that an earlier part of this run has left; empty when there are none."""
-    try:
-        return json.loads((folder / BASELINE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 def check_files_can_be_read_back(base: BaseModel) -> None:
@@ -229,12 +139,13 @@ def check_files_can_be_read_back(base: BaseModel) -> None:
 
 def save_model(folder: Path, model: torch.nn.Module, base: BaseModel) -> None:
     """Writes adapter or model, processor and generation config into a folder beside and moves them into `folder`."""
-    beside = folder / f".saving.{os.getpid()}"
+    beside = folder / f"{SAVING}.{os.getpid()}"
     model.config.use_cache, model.config.apply_spec_augment = True, False
-    model.save_pretrained(beside)
-    base.processor.save_pretrained(beside)
-    base.processor.feature_extractor.save_pretrained(beside)  # preprocessor_config.json: converters look for it
-    base.generation_config.save_pretrained(beside)
+    with naming_the_file(beside):
+        model.save_pretrained(beside)
+        base.processor.save_pretrained(beside)
+        base.processor.feature_extractor.save_pretrained(beside)  # preprocessor_config.json: converters look for it
+        base.generation_config.save_pretrained(beside)
     for path in beside.iterdir():
         os.replace(path, folder / path.name)
     beside.rmdir()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import set_seed
 
+import checkpoints
 import output
 from adapters import check_adapter
 from compiling import arrange_computation
@@ -117,13 +118,15 @@ def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog
         args=arguments,
         train_dataset=train_set,
         eval_dataset={name: thin_out(examples, recipe.run.max_eval_samples) for name, examples in sets.items()},
-        callbacks=[LearningCheck(model), RecipeSteps(), ExplodingLoss(base.config.vocab_size)],
+        callbacks=[RecipeSteps(), ExplodingLoss(base.config.vocab_size)],
         place=place,
         labels=labels,
         computation=computation,
         sets=sets,
         rows_total={name: checked[name].rows_total for name in sets},
+        max_skipped_steps=recipe.run.max_skipped_steps,
     )
+    trainer.add_callback(LearningCheck(model, trainer.finite_steps.was_skipped))
 
     # 8. Scores before, training, scores after.
     if place.is_main:
@@ -159,14 +162,14 @@ def train(
     checkpoint, baseline = None, {}
     if recipe.run.resume == "auto":
         # One rank looks at the disk, so that all take the same branch.
-        found = json.loads(meeting.once(lambda: output.find_earlier_part(folder, recipe, world_size=place.world_size)))
+        found = json.loads(meeting.once(lambda: checkpoints.find_earlier_part(folder, recipe, world_size=place.world_size)))
         checkpoint, baseline = found["checkpoint"] and Path(found["checkpoint"]), found["baseline"]
         say(*found["notes"], f"going on from {checkpoint}" if checkpoint else "no complete checkpoint: starting anew")
     if recipe.run.baseline and checkpoint is None:
         say(f"scoring {f'the adapter {recipe.model.adapter} as it is' if recipe.model.adapter else 'the untouched model'}")
         baseline = trainer.score(trainer.sets, "baseline")
         if place.is_main:
-            output.write_json(folder / output.BASELINE_FILE, baseline)
+            output.write_json(folder / checkpoints.BASELINE_FILE, baseline)
             output.write_predictions(folder, "baseline", trainer.texts)
     if recipe.run.early_stopping_patience:
         trainer.add_callback(Patience(recipe.run.early_stopping_patience))
@@ -195,9 +198,7 @@ def describe_stop(trainer: WhisperTrainer, folder: Path) -> str:
     """Why training stopped and from where it can go on; the checkpoint has been read back by the main process."""
     step = trainer.state.global_step
     if trainer.place.is_main:
-        damage = output.find_damage(folder / f"checkpoint-{step}")
-        if damage:
-            raise RuntimeError(f"checkpoint-{step} cannot be used: {damage}")
+        checkpoints.verify(folder / f"checkpoint-{step}")
     return f"stopped by {trainer.stopped} behind step {step}, saved in checkpoint-{step}; the same command goes on from there with --run.resume auto"
 
 

@@ -2,17 +2,17 @@
 
 import math
 import random
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate.utils import AutocastKwargs
+from accelerate.utils import AutocastKwargs, broadcast, broadcast_object_list, gather_object
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 from transformers import (
@@ -26,16 +26,27 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from checkpoints import (
+    SAVING,
+    STATE_FILE,
+    naming_the_file,
+    publish,
+    read_random_states,
+    reading_random_states,
+    remove_leftovers,
+    write_random_states,
+)
 from compiling import Computation, padded_length
 from config import Recipe, TrainingConfig, accumulation_steps, best_metric
 from console import say
 from device import Place, check_placement
 from faults import UserError, progress
+from finite import FiniteSteps
 from labels import LabelBuilder
+from learning import check_weights
 from manifest import Row
-from mixing import WeightedSampler
-from model import load_weights
-from output import write_checksums
+from mixing import Mix, TrainingSampler
+from model import load_weights, trainable_parameters
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
 from speech import SpeechDataset, collate
@@ -56,37 +67,6 @@ def mean_token_loss(
         outputs.logits.float().flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
     )
     return total / num_items_in_batch
-
-
-class FiniteLoss:
-    """Stops the run at a loss that is not finite, naming the clips; looks one micro-batch late so as not to wait for the device."""
-
-    def __init__(self, row_names: Callable[[Sequence[int]], str]):
-        self.row_names = row_names
-        self._last: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None] | None = None
-
-    def watch(self, loss: torch.Tensor, row_ids: torch.Tensor) -> None:
-        """Judges the loss before this one, then remembers this one."""
-        self.judge()
-        event = None
-        if loss.is_cuda:
-            event = torch.cuda.Event()
-            value = loss.detach().to("cpu", non_blocking=True)
-            event.record()
-        else:
-            value = loss.detach().clone()
-        self._last = (value, row_ids, event)
-
-    def judge(self) -> None:
-        """Raises FloatingPointError when the remembered loss is not finite."""
-        if self._last is None:
-            return
-        value, row_ids, event = self._last
-        self._last = None
-        if event is not None:
-            event.synchronize()
-        if not torch.isfinite(value):
-            raise FloatingPointError(f"the loss is {value.item()} on {self.row_names(row_ids.tolist())}")
 
 
 class ExplodingLoss(TrainerCallback):
@@ -154,6 +134,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         computation: how the model computes, in training, evaluation and generation alike.
         sets: the scored sets by name; the row ids of two sets differ.
         rows_total: set name -> rows the manifest had, dropped ones included.
+        max_skipped_steps: optimiser steps in a row that may be skipped because they are not finite.
     """
 
     # The names of public methods below are the stock trainer's own.
@@ -166,6 +147,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         computation: Computation,
         sets: dict[str, SpeechDataset],
         rows_total: dict[str, int],
+        max_skipped_steps: int,
         **stock: Any,
     ):
         args, base = stock["args"], labels.base
@@ -205,7 +187,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         if isinstance(self.train_dataset, StreamedSpeech):
             self.stream = StreamReport(self.train_dataset.data, place.world_size)
             self.add_callback(TellDropped(self.stream))
-        self.finite_loss = FiniteLoss(self._name_clips)
+        self.finite_steps = FiniteSteps(self._name_clips, most_skipped=max_skipped_steps)
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
         self.windows = 0
         self._unchecked = {"training", "evaluation"}
@@ -246,7 +228,6 @@ class WhisperTrainer(Seq2SeqTrainer):
                 self._load_best_model()
         if result is None:
             self.is_in_train = False
-        self.finite_loss.judge()
         if self.stream:
             self.stream.judge()
         progress.phase = "load"
@@ -265,6 +246,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             "max_steps": self.state.max_steps,
             "epochs": self.state.epoch,
             "loss": losses[-1] if losses else None,
+            "skipped_steps": self.finite_steps.skipped,
             "windows": self.windows,
             "windows_per_second": self.windows / training,
             "audio_seconds_per_second": self.windows * mean_clip_seconds / training,
@@ -275,7 +257,7 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     def finish_at(self, checkpoint: Path) -> None:
         """Takes weights and state of a checkpoint that holds the last step already: at most the last evaluation is left to do."""
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
         if self._is_evaluation_due():
             self.train(resume_from_checkpoint=str(checkpoint))
             return
@@ -287,8 +269,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         """The stock loader, or that of a stream, which shares its rows out between the processes itself."""
         if self.stream is None:
             loader = super().get_train_dataloader()
-            if isinstance(self._mixing, WeightedSampler):
-                loader.set_sampler(self._mixing)  # so that the epoch reaches it when the first batches are skipped, too
+            loader.set_sampler(self._sampler)  # so that the epoch reaches it when the first batches are skipped, too
             return loader
         return build_loader(
             self.train_dataset,
@@ -301,14 +282,12 @@ class WhisperTrainer(Seq2SeqTrainer):
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        mix = getattr(self.train_dataset, "mix", None)
-        if mix is None or mix.is_plain:
-            self._mixing = super()._get_train_sampler(train_dataset)
-        else:
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            self._mixing = WeightedSampler(mix, seed=seed)
-        return self._mixing
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
+        mix = self.train_dataset.mix or Mix([len(self.train_dataset)], [1.0])
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        global_batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        self._sampler = TrainingSampler(mix, seed=seed, global_batch_size=global_batch_size)
+        return self._sampler
 
     def _name_clips(self, row_ids: Sequence[int]) -> str:
         if self.stream:
@@ -323,6 +302,15 @@ class WhisperTrainer(Seq2SeqTrainer):
             data, pauses, passed = (new - old for new, old in zip(spent, self._logged or (0.0, 0.0, self._began), strict=True))
             logs["data_wait_share"] = round(data / max(passed - pauses, 1e-9), 4)
             self._logged = spent
+            steps, finite = self.finite_steps.count_finite()
+            if finite:
+                logs["loss"] *= steps / finite
+            else:
+                del logs["loss"]
+            if not math.isfinite(logs.get("grad_norm", 0.0)):
+                del logs["grad_norm"]
+            if self.finite_steps.skipped:
+                logs["skipped_steps"] = self.finite_steps.skipped
         # How long the library took to place the model, again with every set.
         logs = {key: value for key, value in logs.items() if not key.endswith("_model_preparation_time")}
         super().log(logs, *args, **kwargs)
@@ -330,6 +318,7 @@ class WhisperTrainer(Seq2SeqTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The stock method, with the time that it waits for data taken."""
         started = time.perf_counter()
+        self._loss_before = self._tr_loss.clone()
         with progress.during("data", patient=True):
             batches, items = super().get_batch_samples(*args, **kwargs)
             for batch in batches if self.stream else ():
@@ -347,14 +336,23 @@ class WhisperTrainer(Seq2SeqTrainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The loss of a micro-batch by `mean_token_loss`; raises FloatingPointError when one before it was not finite."""
+        """The loss of a micro-batch by `mean_token_loss`, NaN when it is not finite."""
         self._check_first_batch(inputs, "training")
         row_ids = inputs.pop("row_id")
         inputs = {name: value for name, value in inputs.items() if name not in ("language", "task")}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        self.finite_loss.watch(loss, row_ids)
+        loss = self.finite_steps.watch(loss, row_ids)
         progress.beat("backward")
         return loss
+
+    # Called before every optimiser step, whether gradients are clipped or not.
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # The loss of a skipped step is none that the model was trained on, and NaN would spoil the mean that is logged.
+        self._tr_loss = torch.where(torch.isfinite(norm), self._tr_loss, self._loss_before)
+        is_scaled = self.accelerator.scaler is not None
+        self.finite_steps.guard(norm, self.optimizer, step=self.state.global_step + 1, is_scaled=is_scaled)
+        return norm
 
     def _check_first_batch(self, inputs: dict[str, Any], kind: str) -> None:
         if kind in self._unchecked:
@@ -394,7 +392,7 @@ class WhisperTrainer(Seq2SeqTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The stock evaluation of one set or a dictionary of sets."""
         started = time.perf_counter()
-        self.finite_loss.judge()
+        self.finite_steps.judge()
         examples = kwargs.get("eval_dataset") or self.eval_dataset
         if isinstance(examples, str):
             examples = self.eval_dataset[examples]
@@ -483,6 +481,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         )
         scores["loss"] = sum(table[i][1] for i in row_ids) / sum(table[i][2] for i in row_ids)
         scores["rows_total"] = self.rows_total[names[0]]
+        # Of the same rows on every rank; still one of them decides, so that none saves or stops alone.
+        (scores,) = broadcast_object_list([scores])
         self.scores[names[0]] = scores
         if self.is_in_train:
             step, best = self.state.global_step, self.state.best_global_step
@@ -492,16 +492,42 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     # --- saving
 
+    # Where the stock trainer writes a checkpoint and looks for older ones to remove: there are none.
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(Path(self.args.output_dir) / SAVING)
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         started = time.perf_counter()
-        self.finite_loss.judge()
+        self.finite_steps.judge()
         with progress.during("save", patient=True):
-            super()._save_checkpoint(model, trial)
+            check_weights(self.model)
+            checkpoint = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             if self.args.should_save:
-                checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-                (checkpoint / "README.md").unlink(missing_ok=True)  # peft's card, all of whose fields are blank
-                write_checksums(checkpoint)
+                remove_leftovers(Path(self.args.output_dir))
+            with naming_the_file(checkpoint) if self.args.should_save else nullcontext():
+                super()._save_checkpoint(model, trial)
+                self._find_best_checkpoint()
+                if self.args.should_save:
+                    self.state.save_to_json(str(checkpoint / STATE_FILE))
+                    publish(checkpoint, most=self.args.save_total_limit, best=self.state.best_model_checkpoint)
         self.seconds["save"] += time.perf_counter() - started
+
+    def _find_best_checkpoint(self) -> None:
+        """Says on every rank where the best checkpoint lies, by the main process's disk, in which the newest is about to be."""
+        best = Path(self.args.output_dir) / f"checkpoint-{self.state.best_global_step}"
+        if self.state.best_global_step == self.state.global_step or best.is_dir():
+            self.state.best_model_checkpoint = str(best)
+        (self.state.best_model_checkpoint,) = broadcast_object_list([self.state.best_model_checkpoint])
+
+    # Only one process writes into output_dir, which other machines need not see.
+    def _save_rng_state(self, output_dir: str) -> None:
+        with tempfile.TemporaryDirectory() as scratch, naming_the_file(Path(scratch)):
+            super()._save_rng_state(scratch)
+            own = [(path.name, path.read_bytes()) for path in Path(scratch).iterdir()]
+        states = gather_object(own)
+        if self.args.should_save:
+            for name, state in states:
+                (Path(output_dir) / name).write_bytes(state)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # A stop that comes during an evaluation saves what was there before it; the resumed run evaluates first.
@@ -541,10 +567,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             write_random_states(self._random_states)
             self._random_states = None
             return
-        # numpy 1 and 2 call one function by two names in their files, and safe loading takes only that of the version at hand.
-        rebuild = np.random.get_state()[1].__reduce__()[0]
-        names = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-        with torch.serialization.safe_globals(names):
+        with reading_random_states():
             super()._load_rng_state(checkpoint)
 
     # The stock trainer lets peft read an adapter to the default device, which is card 0 on every rank.
@@ -552,8 +575,11 @@ class WhisperTrainer(Seq2SeqTrainer):
         load_weights(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        # By its name in this run's folder, which may have been moved since.
-        load_weights(self.model, Path(self.args.output_dir) / Path(self.state.best_model_checkpoint).name)
+        # By its name in this run's folder, which may have been moved since; from the main process's disk.
+        if self.place.is_main:
+            load_weights(self.model, Path(self.args.output_dir) / Path(self.state.best_model_checkpoint).name)
+        for _, tensor in trainable_parameters(self.model):
+            tensor.data.copy_(broadcast(tensor.data.contiguous()))
 
 
 def _name_rows(rows: Sequence[Row]) -> str:
@@ -613,22 +639,6 @@ class StopTogether(TrainerCallback):
 def is_evaluation(entry: dict[str, Any]) -> bool:
     """Whether an entry of the log holds scores."""
     return any(key.startswith("eval_") for key in entry)
-
-
-def read_random_states() -> tuple:
-    """The states of all generators of this process: Python's, numpy's, torch's, and that of its card."""
-    card = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), card
-
-
-def write_random_states(states: tuple) -> None:
-    """Puts back what `read_random_states` gave."""
-    python, numpy, cpu, card = states
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
-    if card is not None:
-        torch.cuda.set_rng_state(card)
 
 
 class RecipeSteps(TrainerCallback):

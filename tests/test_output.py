@@ -1,4 +1,4 @@
-"""What a run leaves behind is whole or not there; an earlier run is never overwritten; damaged checkpoints are passed over."""
+"""What a run leaves behind is whole or not there; an earlier run is never overwritten."""
 
 import json
 import os
@@ -10,25 +10,20 @@ import pytest
 import toy
 import torch
 import yaml
-from config import ModelConfig, Recipe, dump_recipe, load_recipe
+from config import ModelConfig, dump_recipe, load_recipe
 from device import Place
 from faults import UserError
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from manifest import Row
 from model import load_model, read_base_model
 from output import (
     check_files_can_be_read_back,
     compare_recipes,
     describe_gain,
-    find_checkpoint,
     prepare_output_dir,
-    read_baseline,
     write_json,
     write_results,
     write_text,
 )
-from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture(scope="module")
@@ -129,143 +124,6 @@ def test_resuming_with_a_damaged_recipe_says_so(out, recipe_for, text):
     assert prepare_output_dir(out, recipe_for("--run.resume=auto")).startswith(f"warning: {out / 'recipe.yaml'} cannot be read")
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------------
-
-
-def write_checkpoint(folder: Path, step: int, *, weights: str = "adapter_model.safetensors", ranks: int = 1, checksums: bool = True) -> Path:
-    checkpoint = folder / f"checkpoint-{step}"
-    checkpoint.mkdir()
-    save_file({"lora_A": torch.randn(8, 8)}, checkpoint / weights)
-    for name in ("optimizer.pt", "scheduler.pt"):
-        torch.save({"state": torch.randn(64)}, checkpoint / name)
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    for name in ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
-        torch.save({}, checkpoint / name)
-    if checksums:
-        output.write_checksums(checkpoint)
-    return checkpoint
-
-
-def cut(path: Path, share: float = 0.5) -> None:
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-
-
-def flip(path: Path) -> None:
-    """Changes one byte in the middle of the stored numbers."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def test_the_newest_checkpoint_is_that_of_the_highest_step(out):
-    for step in (9, 100, 10):
-        write_checkpoint(out, step)
-    (out / "checkpoint-best").mkdir()
-    assert find_checkpoint(out, world_size=1) == (out / "checkpoint-100", [])
-
-
-@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "model.safetensors"])
-def test_an_adapters_and_a_full_models_checkpoint_are_complete(out, weights):
-    checkpoint = write_checkpoint(out, 5, weights=weights)
-    assert find_checkpoint(out, world_size=1) == (checkpoint, [])
-
-
-def test_no_checkpoint_is_none(out):
-    assert find_checkpoint(out, world_size=1) == (None, [])
-
-
-DAMAGES = {
-    "weights cut off": lambda checkpoint: cut(checkpoint / "adapter_model.safetensors"),
-    "weights cut off in the header": lambda checkpoint: cut(checkpoint / "adapter_model.safetensors", 0.05),
-    "weights empty": lambda checkpoint: cut(checkpoint / "adapter_model.safetensors", 0),
-    "weights missing": lambda checkpoint: (checkpoint / "adapter_model.safetensors").unlink(),
-    "optimizer cut off": lambda checkpoint: cut(checkpoint / "optimizer.pt"),
-    "optimizer empty": lambda checkpoint: cut(checkpoint / "optimizer.pt", 0),
-    "optimizer missing": lambda checkpoint: (checkpoint / "optimizer.pt").unlink(),
-    "optimizer changed": lambda checkpoint: flip(checkpoint / "optimizer.pt"),
-    "scheduler cut off": lambda checkpoint: cut(checkpoint / "scheduler.pt", 0.9),
-    "state missing": lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
-    "state cut off": lambda checkpoint: cut(checkpoint / "trainer_state.json"),
-    "state empty": lambda checkpoint: cut(checkpoint / "trainer_state.json", 0),
-    "all missing": lambda checkpoint: [path.unlink() for path in checkpoint.iterdir()],
-}
-
-
-@pytest.mark.parametrize("checksums", [False, True])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_with_a_line(out, damage, checksums):
-    for step in (5, 10):
-        write_checkpoint(out, step, checksums=checksums)
-    DAMAGES[damage](out / "checkpoint-10")
-    checkpoint, notes = find_checkpoint(out, world_size=1)
-    assert checkpoint == out / "checkpoint-5"
-    (note,) = notes
-    assert note.startswith(f"warning: {out / 'checkpoint-10'} is passed over: ") and len(note.splitlines()) == 1
-
-
-FILES = ["adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"]
-DAMAGE = st.fixed_dictionaries({
-    "name": st.sampled_from(FILES),
-    "how": st.sampled_from(["flip", "zero", "cut", "grow", "swap"]),
-    "place": st.floats(0, 1, exclude_max=True),
-    "bit": st.integers(0, 7),
-})
-
-
-def damage_bytes(content: bytes, *, how: str, place: float, bit: int) -> bytes:
-    at = int(place * len(content))
-    changed = {"flip": bytes([content[at] ^ 1 << bit]), "zero": b"\0", "cut": b"", "grow": content[at : at + 1] + b"0", "swap": content[at : at + 2][::-1]}
-    return content[:at] if how == "cut" else content[:at] + changed[how] + content[at + (2 if how == "swap" else 1) :]
-
-
-def read_all(checkpoint: Path) -> str:
-    """Everything a resumed run reads, as text."""
-    states = [torch.load(checkpoint / name, weights_only=True) for name in FILES if not name.endswith(("safetensors", "json"))]
-    weights = {name: tensor.tolist() for name, tensor in load_file(checkpoint / FILES[0]).items()}
-    return str((weights, states, json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))))
-
-
-@settings(deadline=None, derandomize=True, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(damage=DAMAGE)
-def test_rule_13_a_checkpoint_damaged_at_any_byte_is_recognised_or_reads_as_it_was(out, damage):
-    checkpoint = out / "checkpoint-5"
-    if not checkpoint.exists():
-        write_checkpoint(out, 5)
-    path = checkpoint / damage.pop("name")
-    content, before = path.read_bytes(), read_all(checkpoint)
-    path.write_bytes(damage_bytes(content, **damage))
-    try:
-        found, notes = find_checkpoint(out, world_size=1)
-        if found:
-            assert read_all(checkpoint) == before
-        else:
-            assert len(notes) == 1 and len(notes[0].splitlines()) == 1
-    finally:
-        path.write_bytes(content)
-
-
-def test_when_all_are_damaged_none_is_left_and_each_is_told(out):
-    for step in (5, 10):
-        cut(write_checkpoint(out, step) / "optimizer.pt")
-    checkpoint, notes = find_checkpoint(out, world_size=1)
-    assert checkpoint is None and len(notes) == 2
-
-
-@pytest.mark.parametrize(("written", "resumed", "exact"), [(1, 1, True), (2, 2, True), (1, 2, False), (2, 1, False), (2, 4, False)])
-def test_random_states_of_another_number_of_processes_are_a_warning_only(out, written, resumed, exact):
-    checkpoint = write_checkpoint(out, 5, ranks=written)
-    found, notes = find_checkpoint(out, world_size=resumed)
-    assert found == checkpoint and len(notes) == (not exact)
-    assert exact or f"no random states for {resumed} process" in notes[0]
-
-
-def test_a_missing_random_state_is_a_warning_only(out):
-    checkpoint = write_checkpoint(out, 5)
-    (checkpoint / "rng_state.pth").unlink()
-    found, notes = find_checkpoint(out, world_size=1)
-    assert found == checkpoint and notes[0].startswith("warning: checkpoint-5 holds no random states")
-
-
 # --- files -------------------------------------------------------------------------------------------------------
 
 
@@ -309,12 +167,6 @@ def test_numbers_that_are_not_finite_are_no_json(out, number):
     assert list(out.iterdir()) == []
 
 
-def test_a_baseline_comes_back_or_is_empty(out):
-    assert read_baseline(out) == {}
-    write_json(out / "baseline.json", {"dev": {"wer": 30.0}})
-    assert read_baseline(out) == {"dev": {"wer": 30.0}}
-    cut(out / "baseline.json")
-    assert read_baseline(out) == {}
 
 
 # --- before step 1 -----------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import shutil
 import pytest
 import yaml
 
+from checkpoints import find_damage, list_checkpoints
 from forking import Launcher
 from launching import train_here, write_recipe
-from output import checkpoints, find_damage
 from toy import build_whisper, write_speech
 
 STALL_SECONDS = 6
@@ -46,7 +46,7 @@ def recipe_in(speech, folder, **run):
 
 def check_folder(out, *, expected: str | None) -> None:
     """No checkpoint is damaged; the newest one is the expected one."""
-    found = checkpoints(out)
+    found = list_checkpoints(out)
     assert [find_damage(checkpoint) for checkpoint in found] == [None] * len(found)
     assert (found[-1].name if found else None) == expected
 
@@ -134,7 +134,7 @@ def test_a_stop_on_purpose_saves_and_ends_well_on_all_ranks(launcher, speech, tm
     results = json.loads((out / "results.json").read_text())
     assert results["status"] == "stopped_early"
     assert any(name in results["why"] for name in ("SIGTERM", "SIGINT"))
-    found = checkpoints(out)
+    found = list_checkpoints(out)
     assert bool(found) == (saved is not None) and (saved or "") in "".join(checkpoint.name for checkpoint in found)
     check_folder(out, expected=found[-1].name if found else None)
     check_that_it_goes_on(recipe, capsys, expected=found[-1].name if found else None)
