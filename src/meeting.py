@@ -27,6 +27,7 @@ MEETING_SECONDS = 120
 FIRST_SUM_SECONDS = 30
 _FIRST_SUM_NUMBERS = 2**20  # enough to go the way that gradients go
 _POLL_SECONDS = 0.2
+_THREAD = "meeting"
 _STORE_BYTES = 4 * 2**20  # the store breaks the connection over values of 8 MiB and more
 CAUSES = """\
 usual causes, and what to try in front of the same command:
@@ -223,7 +224,7 @@ def _run_within(seconds: float, work: Callable[[], Any]) -> Any:
         except Exception as error:  # whatever it is, it is raised below
             outcome.put((None, error))
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name=_THREAD, daemon=True).start()
     try:
         result, error = outcome.get(timeout=seconds)
     except queue.Empty:
@@ -231,6 +232,11 @@ def _run_within(seconds: float, work: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return result
+
+
+def is_stuck() -> bool:
+    """Whether a call of the library still hangs: then only `os._exit` ends this process in order, any other end waits or crashes."""
+    return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
 def _add_up_once(place: Place, store: dist.Store, *, timeout_seconds: float) -> None:
@@ -251,7 +257,10 @@ def _add_up_once(place: Place, store: dist.Store, *, timeout_seconds: float) -> 
     try:
         is_right = _run_within(FIRST_SUM_SECONDS, start_and_sum)
     except TimeoutError:
-        absent = [rank for rank in range(place.world_size) if not store.check([f"entered/{rank}"])]
+        try:
+            absent = [rank for rank in range(place.world_size) if not store.check([f"entered/{rank}"])]
+        except dist.DistError:
+            raise UserError() from None  # the main process has told it and is gone, and the store with it
         raise UserError(describe_stall(absent)) from None
     except RuntimeError as error:
         raise UserError(f"rank {place.rank} cannot exchange numbers with the others: {first_line(error)}; {CAUSES}") from error

@@ -76,6 +76,15 @@ def test_ranks_set_by_hand_are_refused_with_the_launch_command(environ, visible)
         choose_device(environ, visible)
 
 
+@pytest.mark.parametrize("visible", [0, 1, 2])
+def test_a_launcher_of_several_machines_that_gives_no_rank_is_refused(visible):
+    with pytest.raises(UserError, match=r"MASTER_ADDR is 10\.0\.0\.5, .*each machine would train by itself.*--multi_gpu"):
+        choose_device({"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500"}, visible)
+    choose_device(local(0, 2, MASTER_ADDR="10.0.0.5"), 2)
+    for address in ("127.0.0.1", "localhost", ""):  # accelerate sets it for one process on one machine, too
+        choose_device({"MASTER_ADDR": address}, visible)
+
+
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
 @pytest.mark.parametrize("value", ["one", "", "-1", "1.5", "0x1"])
 def test_a_rank_that_is_no_number_is_refused_by_its_name(monkeypatch, name, value):

@@ -247,6 +247,36 @@ def test_a_backend_that_fails_is_told_by_rank_with_its_own_words(monkeypatch):
         add_up(monkeypatch, fail)
 
 
+STUCK = f"""
+import sys
+sys.path.insert(0, {str(SRC)!r})
+import torch
+import meeting
+import train
+from device import settle_place
+
+def main(argv):
+    place = settle_place(use_cpu=True)
+    meeting.join_processes(place, recipe={RECIPE!r}, compute_type=torch.float32, timeout_seconds=60)
+
+meeting.FIRST_SUM_SECONDS = 2
+meeting.exchange_members = lambda place, store, own: dict.fromkeys(range(2), own)  # rank 1 came, and is gone
+train.main = main
+train.start([])
+"""
+
+
+def test_a_process_whose_library_hangs_in_a_call_ends_with_status_2_and_the_message_last():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")} | ranks
+    run = subprocess.run([sys.executable, "-c", STUCK], env=environ, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.strip() == "the ranks' first sum did not end within 2 s: rank 1 did not begin it"
+
+
 # --- working together --------------------------------------------------------------------------------------------
 
 
