@@ -76,24 +76,30 @@ def check_adapter(recipe: Recipe, config: WhisperConfig) -> list[str]:
     return []
 
 
-def count_kept_weights(recipe: Recipe, config: WhisperConfig) -> tuple[int, int]:
-    """How many weights are trained, and how many a checkpoint holds: without adapters frozen ones, too. Counted on the model's
-    shape, after `check_adapter` has passed."""
+def build_shape(recipe: Recipe, config: WhisperConfig) -> torch.nn.Module:
+    """The model with its adapter and what is trained of it, without memory for a single weight; after `check_adapter` has passed."""
     with torch.device("meta"):
         model = WhisperForConditionalGeneration(config)
     if recipe.lora is None:
         frozen = model.model.encoder if recipe.model.freeze_encoder else model.model.encoder.embed_positions
         frozen.requires_grad_(False)
+        return model
+    if recipe.model.adapter:
+        lora = replace(LoraConfig.from_pretrained(recipe.model.adapter), inference_mode=False)
     else:
-        if recipe.model.adapter:
-            lora = replace(LoraConfig.from_pretrained(recipe.model.adapter), inference_mode=False)
-        else:
-            lora = build_lora_config(recipe.lora, freeze_encoder=recipe.model.freeze_encoder)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a model without weights has no name
-            model = get_peft_model(model, replace(lora, init_lora_weights=True))
-        if recipe.model.freeze_encoder:
-            model.base_model.model.model.encoder.requires_grad_(False)
+        lora = build_lora_config(recipe.lora, freeze_encoder=recipe.model.freeze_encoder)
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")  # that a model without weights has no name
+        model = get_peft_model(model, replace(lora, init_lora_weights=True))
+    if recipe.model.freeze_encoder:
+        model.base_model.model.model.encoder.requires_grad_(False)
+    return model
+
+
+def count_kept_weights(recipe: Recipe, config: WhisperConfig) -> tuple[int, int]:
+    """How many weights are trained, and how many a checkpoint holds: without adapters frozen ones, too. Counted on the model's
+    shape, after `check_adapter` has passed."""
+    model = build_shape(recipe, config)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return trained, trained if recipe.lora is not None else sum(parameter.numel() for parameter in model.parameters())
 
