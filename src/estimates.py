@@ -1,16 +1,24 @@
 """What will a run need? Estimates from recipe and data, told before the weights are loaded."""
 
+import heapq
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from transformers import WhisperConfig
 
 from adapters import count_kept_weights
+from compiling import padded_length
 from config import Recipe, TrainingConfig
 from device import Place
 from faults import UserError
+from labels import LabelBuilder
+from manifest import Row
+from memory_plan import MemoryCounter, card_bytes, describe_memory
 from sets import CheckedSet, count_steps
+from time_plan import count_operations, describe_time, measure_products
 
 SHARED_MEMORY = "/dev/shm"  # torch hands batches from workers to their process through files here
 WINDOW_FRAMES = 3000
@@ -18,6 +26,8 @@ FLOAT_BYTES = 4
 OPTIMIZER_BYTES = 8  # two moments of each trained weight
 TOKENIZER_BYTES = 5_000_000  # beside the weights of every saved model
 PREDICTION_BYTES = 300  # of a scored clip, beside its two texts
+SAMPLED_LABELS = 256
+LONGEST_TEXTS = 16
 
 
 def find_shared_memory_shortage(arguments: TrainingConfig, *, mel_bins: int, place: Place) -> str:
@@ -93,3 +103,37 @@ def check_free_disk(
         checkpoints=count_checkpoints(arguments, steps=steps, epochs=epochs),
         others=others + model,
     )
+
+
+def measure_labels(rows: Sequence[Row], labels: LabelBuilder) -> tuple[int, float]:
+    """Label tokens of the longest row, looked for among the longest texts, and the mean of rows evenly spread."""
+    longest = heapq.nlargest(LONGEST_TEXTS, rows, key=lambda row: len(row.text.encode("utf-8", "replace")))
+    spread = [len(labels.build(row)) for row in rows[:: math.ceil(len(rows) / SAMPLED_LABELS)]]
+    return max(*(len(labels.build(row)) for row in longest), *spread), sum(spread) / len(spread)
+
+
+def describe_needs(
+    recipe: Recipe, arguments: TrainingConfig, *, labels: LabelBuilder, train: CheckedSet, place: Place, compute_type: torch.dtype
+) -> list[str]:
+    """For the log of the main process: the memory of its card, and the time of the training steps. Nothing on other ranks."""
+    if not place.is_main:
+        return []
+    config, compiled = labels.base.config, recipe.training["torch_compile"]
+    longest, mean = measure_labels(train.rows, labels)
+    if compiled:
+        longest, mean = (padded_length(math.ceil(length), most=config.max_target_positions) for length in (longest, mean))
+    counter = MemoryCounter(
+        recipe,
+        config,
+        compute_type=compute_type,
+        world_size=place.world_size,
+        label_length=longest,
+        generated_length=labels.base.generation_config.max_length,
+    )
+    lines = [] if place.device == "cpu" else describe_memory(counter, total=card_bytes(place.device))
+    checkpointed = recipe.training["gradient_checkpointing"]
+    operations = count_operations(counter.shape, config, label_length=mean, checkpointed=checkpointed, compiled=compiled)
+    steps, _ = count_steps(train, arguments, world_size=place.world_size)
+    windows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    speed = measure_products(place.device, compute_type, config=config)
+    return [*lines, describe_time(operations, steps=steps, windows=windows, speed=speed, compiled=compiled)]

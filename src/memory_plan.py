@@ -6,7 +6,7 @@ scoring the cache of the decoder. Dropout within the base model, which Whisper d
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from peft import PeftModel
@@ -60,24 +60,14 @@ class MemoryPlan:
         return max(self.training, self.scoring)
 
 
-def plan_memory(
-    recipe: Recipe, config: WhisperConfig, *, compute_type: torch.dtype, label_length: int, generated_length: int, world_size: int
-) -> MemoryPlan:
-    """What a run of `recipe` takes of each card, at batches whose labels are `label_length` long and texts of at most
-    `generated_length` tokens."""
-    return MemoryCounter(recipe, config, compute_type=compute_type, world_size=world_size).plan(
-        recipe.training["per_device_train_batch_size"],
-        recipe.training["per_device_eval_batch_size"],
-        label_length=label_length,
-        generated_length=generated_length,
-    )
-
-
 class MemoryCounter:
-    """Counts for one recipe, and for any batch sizes and lengths."""
+    """Counts for one recipe, its batch sizes apart; labels are at most `label_length` long and texts `generated_length` tokens."""
 
-    def __init__(self, recipe: Recipe, config: WhisperConfig, *, compute_type: torch.dtype, world_size: int):
+    def __init__(
+        self, recipe: Recipe, config: WhisperConfig, *, compute_type: torch.dtype, world_size: int, label_length: int, generated_length: int
+    ):
         self.recipe, self.config, self.world_size = recipe, config, world_size
+        self.label_length, self.generated_length = label_length, generated_length
         self.shape = build_shape(recipe, config)
         in_one_type = compute_in_one_type(self.shape) or compute_type == torch.float32
         self.autocast = not in_one_type
@@ -85,25 +75,17 @@ class MemoryCounter:
         self.product = compute_type.itemsize
         self.stream = FLOAT_BYTES if self.autocast else self.product
         self.clamps = compute_type == torch.float16 and in_one_type
-        self.checkpointed = recipe.training["gradient_checkpointing"]
         self.compiled = recipe.training["torch_compile"]
         self.is_fused = recipe.model.attn_implementation == "sdpa"
-        whisper = self.shape.get_base_model() if isinstance(self.shape, PeftModel) else self.shape
-        self.encoder, self.decoder = whisper.model.encoder, whisper.model.decoder
+        self.encoder, self.decoder = find_sides(self.shape)
 
-    def plan(self, batch_size: int, eval_batch_size: int, *, label_length: int, generated_length: int) -> MemoryPlan:
+    def plan(self, batch_size: int, eval_batch_size: int, *, checkpointed: bool) -> MemoryPlan:
         """The memory of training batches and scored batches of so many clips."""
         weights, trained, gradients = self.count_weights()
-        moments = self._moments_of_a_step(batch_size, label_length)
-        kept, working = max(moments, key=sum)
-        return MemoryPlan(
-            weights=weights,
-            trained=trained,
-            gradients=gradients,
-            kept=kept,
-            working=working + self.count_dequantized(),
-            evaluation=self.count_evaluation(eval_batch_size, label_length, generated_length) + self.count_dequantized(),
-        )
+        kept, working = max(self._moments_of_a_step(batch_size, self.label_length, checkpointed), key=sum)
+        dequantized = self.count_dequantized()
+        evaluation = self.count_evaluation(eval_batch_size) + dequantized
+        return MemoryPlan(weights, trained, gradients, kept, working + dequantized, evaluation)
 
     # --- weights
 
@@ -143,7 +125,7 @@ class MemoryCounter:
 
     # --- a training step
 
-    def _moments_of_a_step(self, batch: int, length: int) -> list[tuple[int, int]]:
+    def _moments_of_a_step(self, batch: int, length: int, checkpointed: bool) -> list[tuple[int, int]]:
         """What is kept and what is worked with when a step may take the most: at the loss, in the last layer of the decoder on
         the way back, and in the last layer of the encoder, which is the widest (forward, where it is not trained)."""
         config = self.config
@@ -157,16 +139,16 @@ class MemoryCounter:
             hears = hears or learns(layer)
             if hears:
                 whole, held = self.count_layer(layer, batch, config.max_source_positions)
-                encoder += held
-                again_encoder = whole - held
+                encoder += held if checkpointed else whole
+                again_encoder = whole - held if checkpointed else 0
         encoder += 2 * heard if hears else heard  # around the last norm; behind it every layer of the decoder reads it
         flows = hears or learns(self.decoder.embed_tokens) or learns(self.decoder.embed_positions)
         for layer in self.decoder.layers:
             flows = flows or learns(layer)
             if flows:
                 whole, held = self.count_layer(layer, batch, length)
-                decoder += held
-                again_decoder = whole - held
+                decoder += held if checkpointed else whole
+                again_decoder = whole - held if checkpointed else 0
         decoder += 2 * self.stream * tokens * width
         # The gradient between the layers, and those before and behind the activation function.
         back_decoder = tokens * (self.stream * width + 2 * self.product * config.decoder_ffn_dim)
@@ -180,8 +162,8 @@ class MemoryCounter:
         ]
 
     def count_layer(self, layer: torch.nn.Module, batch: int, length: int) -> tuple[int, int]:
-        """Bytes that the backward pass of one layer needs, and those of them that are held until it begins: all, or with
-        checkpointing its input and, compiled, what attention gave; the rest is then made again.
+        """Bytes that the backward pass of one layer needs, and those of them that checkpointing holds until it begins: its input
+        and, compiled, what fused attention gave; the rest is then made again.
 
         Norms need their input and two float32 numbers a position; fused attention its queries, keys, values, result and
         a float32 number a position and head; the activation function its input. A linear layer needs its input only
@@ -213,7 +195,7 @@ class MemoryCounter:
         whole += self._count_linear(layer.fc1, rows) + self.product * rows * inner + self._count_linear(layer.fc2, rows)
         if self.clamps and not is_decoder:  # float16 is clamped behind a layer
             whole += states
-        return whole, held if self.checkpointed else whole
+        return whole, held
 
     def _count_linear(self, linear: torch.nn.Module, rows: int, *, input_is_there: bool = False) -> int:
         """What a learning layer keeps of its input; autocast makes a copy of it for every such layer."""
@@ -231,7 +213,7 @@ class MemoryCounter:
 
     # --- scoring
 
-    def count_evaluation(self, batch: int, label_length: int, generated_length: int) -> int:
+    def count_evaluation(self, batch: int) -> int:
         """The most that scoring a batch takes beside the weights: while it is heard, at its loss, or while its text is generated.
 
         The cache holds keys and values of every layer of the decoder, of all positions heard and of all tokens so far, for
@@ -241,14 +223,79 @@ class MemoryCounter:
         positions, width = batch * config.max_source_positions, config.d_model
         heard = self.stream * positions * width
         hearing = positions * (2 * self.stream * width + 2 * self.product * config.encoder_ffn_dim)
-        logits = batch * label_length * config.vocab_size
+        logits = batch * self.label_length * config.vocab_size
         keys = 2 * self.product * width
         loss = heard + keys * positions + logits * (self.product + 2 * FLOAT_BYTES)
-        cache = keys * config.decoder_layers * beams * (positions + batch * generated_length)
+        cache = keys * config.decoder_layers * beams * (positions + batch * self.generated_length)
         generating = heard * (1 + beams) + cache + self.product * logits
         return max(hearing, loss, generating)
+
+
+def find_sides(shape: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Encoder and decoder of a Whisper, with or without adapters."""
+    whisper = shape.get_base_model() if isinstance(shape, PeftModel) else shape
+    return whisper.model.encoder, whisper.model.decoder
 
 
 def learns(module: torch.nn.Module) -> bool:
     """Whether anything of a module is trained."""
     return any(weight.requires_grad for weight in module.parameters())
+
+
+# --- telling it
+
+FULL_SHARE = 0.95  # of a card: above it a run that fits is luck
+
+
+def card_bytes(device: str) -> int:
+    """All the memory of a card."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def describe_memory(counter: MemoryCounter, *, total: int) -> list[str]:
+    """For the log: the memory of a card with its sum beside the `total` bytes that it has, and warnings when it may not do,
+    each with what to change first."""
+    training = counter.recipe.training
+    batch, scored = training["per_device_train_batch_size"], training["per_device_eval_batch_size"]
+    checkpointed = training["gradient_checkpointing"]
+    plan = counter.plan(batch, scored, checkpointed=checkpointed)
+    what = "adapters and optimiser" if counter.recipe.lora is not None else "trained weights and optimiser"
+    if plan.training >= plan.scoring:
+        parts = {"weights": plan.weights, what: plan.trained + plan.gradients, "activations": plan.kept + plan.working}
+        other = f"while scoring {_gib(plan.scoring)}"
+    else:
+        parts = {"weights": plan.weights, what: plan.trained, "cache and activations": plan.evaluation}
+        other = f"while training {_gib(plan.training)}"
+    parts["allocator"] = plan.total - sum(parts.values())
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+    at = "" if plan.training >= plan.scoring else " while scoring"
+    lines = [f"memory of a card: about {_gib(plan.total)} GiB{at} ({listed}; {other}) of {_gib(total)}"]
+    room = FULL_SHARE * total
+    if plan.training > room:
+        fits = next((size for size in _smaller(counter, batch) if counter.plan(size, 1, checkpointed=checkpointed).training <= room), None)
+        ways = [f"--training.per_device_train_batch_size {fits}"] if fits else []
+        if not checkpointed:
+            sizes = [batch, *_smaller(counter, batch)]
+            fits = next((size for size in sizes if counter.plan(size, 1, checkpointed=True).training <= room), None)
+            more = "" if fits in (batch, None) else f" --training.per_device_train_batch_size {fits}"
+            ways += [f"--training.gradient_checkpointing true{more}"] if fits else []
+        lines.append(_warn("a training step", plan.training, total, " or ".join(ways)))
+    if plan.scoring > room:
+        fits = next((size for size in range(scored - 1, 0, -1) if counter.plan(1, size, checkpointed=checkpointed).scoring <= room), None)
+        lines.append(_warn("scoring", plan.scoring, total, f"--training.per_device_eval_batch_size {fits}" if fits else ""))
+    return lines
+
+
+def _smaller(counter: MemoryCounter, batch: int) -> list[int]:
+    """Smaller batches that a global batch can be split into, the largest first."""
+    whole = counter.recipe.run.global_batch_size
+    return [size for size in range(batch - 1, 0, -1) if not whole or whole % (size * counter.world_size) == 0]
+
+
+def _warn(what: str, needed: int, total: int, ways: str) -> str:
+    first = f"{ways} would fit" if ways else "a smaller model, or model.quantization: 4bit, is needed"
+    return f"warning: {what} may take {_gib(needed)} GiB of a card that has {_gib(total)}: {first}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"

@@ -237,14 +237,15 @@ def count_steps(train: CheckedSet, arguments: TrainingConfig, *, world_size: int
 
 
 def describe_plan(train: CheckedSet, data: DataConfig, arguments: TrainingConfig, *, place: Place) -> str:
-    """For the log: the steps, the epochs, the global batch with its sum, and clips by source where they differ in weight."""
+    """For the log: clips and hours, steps, warm-up and epochs, the global batch with its sum, and clips by source where they
+    differ in weight."""
     each, accumulated = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     whole = place.world_size * each * accumulated
     clips = train.mix.clips if train.mix else [len(train.rows)]
     steps, epochs = count_steps(train, arguments, world_size=place.world_size)
-    epochs = "streamed" if train.streams else f"{epochs:.1f} epochs"
+    epochs = "streamed" if train.streams else f"{epochs:.1f} epochs of {len(train.rows):,} clips, {train.seconds / 3600:.1f} h"
     line = (
-        f"{steps:,} steps ({epochs}) of {whole} clips = {place.world_size} process"
+        f"{steps:,} steps ({epochs}), {arguments.get_warmup_steps(steps):,} of warm-up, each of {whole} clips = {place.world_size} process"
         f"{'es' if place.world_size > 1 else ''} x {each} at once x {accumulated} accumulated"
     )
     if train.mix is None or train.mix.is_plain:

@@ -29,7 +29,7 @@ from compiling import arrange_computation
 from config import Recipe, best_metric, dump_recipe, load_recipe
 from console import quieten, say
 from device import choose_compute_type, describe_launch, describe_place, is_main_process, peak_memory_gib, settle_place
-from estimates import check_free_disk, find_shared_memory_shortage
+from estimates import check_free_disk, describe_needs, find_shared_memory_shortage
 from faults import RunFailure, UserError, describe_failure, progress
 from labels import LabelBuilder
 from learning import LearningCheck, check_saved_weights
@@ -95,6 +95,7 @@ def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog
         checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder, with_training=arguments.do_train)
     if arguments.do_train:
         say(describe_plan(checked["train"], recipe.data, arguments, place=place))
+        say(*describe_needs(recipe, arguments, labels=labels, train=checked["train"], place=place, compute_type=compute_type))
     room = meeting.once(lambda: check_free_disk(folder, recipe, arguments, base.config, checked, world_size=place.world_size).encode())
     say(room.decode())
     say(find_shared_memory_shortage(arguments, mel_bins=base.config.num_mel_bins, place=place))

@@ -32,15 +32,16 @@ def complain(train: list[DataSource], folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("rows", "world_size", "steps", "epochs", "plan"),
     [
-        (10, 1, -1, 2, "6 steps (2.0 epochs) of 4 clips = 1 process x 2 at once x 2 accumulated"),
-        (10, 1, 6, 3, "6 steps (2.0 epochs) of 4 clips = 1 process x 2 at once x 2 accumulated"),
-        (9, 2, 4, 3, "4 steps (2.0 epochs) of 8 clips = 2 processes x 2 at once x 2 accumulated"),
-        (16, 2, 3, 3, "3 steps (1.5 epochs) of 8 clips = 2 processes x 2 at once x 2 accumulated"),
+        (10, 1, -1, 2, "6 steps (2.0 epochs of 10 clips, 0.5 h), 1 of warm-up, each of 4 clips = 1 process x 2 at once x 2 accumulated"),
+        (10, 1, 6, 3, "6 steps (2.0 epochs of 10 clips, 0.5 h), 1 of warm-up, each of 4 clips = 1 process x 2 at once x 2 accumulated"),
+        (9, 2, 4, 3, "4 steps (2.0 epochs of 9 clips, 0.5 h), 0 of warm-up, each of 8 clips = 2 processes x 2 at once x 2 accumulated"),
+        (16, 2, 3, 3, "3 steps (1.5 epochs of 16 clips, 0.5 h), 0 of warm-up, each of 8 clips = 2 processes x 2 at once x 2 accumulated"),
     ],
 )
 def test_epochs_are_steps_over_the_steps_of_an_epoch_whose_last_one_may_be_short(rows, world_size, steps, epochs, plan):
-    arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=steps, num_train_epochs=epochs)
-    train = CheckedSet([None] * rows, rows, 1.0)
+    sizes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=steps, num_train_epochs=epochs)
+    arguments = SimpleNamespace(**sizes, get_warmup_steps=lambda steps: steps // 6)
+    train = CheckedSet([None] * rows, rows, 1800.0)
     assert describe_plan(train, DataConfig(), arguments, place=Place("cpu", world_size=world_size)) == plan
 
 
