@@ -26,6 +26,7 @@ FOUR_BIT_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 ROW_SCALE_BYTES = 2 * FLOAT_BYTES
 # Of each logit at the worst moment of the loss: its logarithmic probability, that one's gradient, and its own, all float32.
 LOSS_BYTES = 3 * FLOAT_BYTES
+MASK_BYTES = 1  # of each number that may be dropped, on a card
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class MemoryCounter:
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
                 heard = is_decoder and attention is layer.encoder_attn and linear is not attention.q_proj  # kept once for all layers
                 whole += self._count_linear(linear, keys if heard else rows, input_is_there=is_there or heard)
-                is_there = is_there or learns(linear)
+                is_there = is_there or _needs_input(linear)
             whole += self._count_adapter(attention.out_proj, rows)
         whole += self._count_linear(layer.fc1, rows) + self.product * rows * inner + self._count_linear(layer.fc2, rows)
         if self.clamps and not is_decoder:  # float16 is clamped behind a layer
@@ -201,15 +202,15 @@ class MemoryCounter:
         """What a learning layer keeps of its input; autocast makes a copy of it for every such layer."""
         if not learns(linear):
             return 0
-        own = 0 if input_is_there and not self.autocast else self.product * rows * linear.in_features
+        own = self.product * rows * linear.in_features if _needs_input(linear) and (self.autocast or not input_is_there) else 0
         return own + self._count_adapter(linear, rows)
 
     def _count_adapter(self, linear: torch.nn.Module, rows: int) -> int:
-        """The narrow product; with dropout also the input as it was dropped from, and a byte of mask for each number of it."""
+        """The narrow product of an adapter, and with dropout the input as it was dropped from and its mask."""
         if not isinstance(linear, LoraLayer):
             return 0
-        drops = any(isinstance(dropout, torch.nn.Dropout) for dropout in linear.lora_dropout.values())
-        return rows * (self.product * sum(linear.r.values()) + ((self.product + 1) * linear.in_features if drops else 0))
+        dropped = (self.product + MASK_BYTES) * linear.in_features if _drops(linear) else 0
+        return rows * (self.product * sum(linear.r.values()) + dropped)
 
     # --- scoring
 
@@ -235,6 +236,15 @@ def find_sides(shape: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module
     """Encoder and decoder of a Whisper, with or without adapters."""
     whisper = shape.get_base_model() if isinstance(shape, PeftModel) else shape
     return whisper.model.encoder, whisper.model.decoder
+
+
+def _drops(linear: torch.nn.Module) -> bool:
+    return isinstance(linear, LoraLayer) and any(isinstance(dropout, torch.nn.Dropout) for dropout in linear.lora_dropout.values())
+
+
+def _needs_input(linear: torch.nn.Module) -> bool:
+    """Whether a linear module learns from its input as it is."""
+    return learns(linear) and not _drops(linear)
 
 
 def learns(module: torch.nn.Module) -> bool:
