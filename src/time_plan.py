@@ -96,7 +96,7 @@ def describe_time(operations: float, *, steps: int, windows: int, speed: float, 
     seconds = steps * windows * operations / (speed * EFFICIENCY[compiled])
     return (
         f"time: about {describe_seconds(seconds)} for {steps:,} steps, without evaluations and waiting for data "
-        f"(a guess from one matrix product timed on this device: {speed / 1e12:.2g} TFLOP/s)"
+        f"(a guess from one matrix product timed on this device: {_two_digits(speed / 1e12):g} TFLOP/s)"
     )
 
 

@@ -10,8 +10,9 @@ import estimates
 from adapters import count_kept_weights
 from config import load_recipe
 from device import Place
-from estimates import check_free_disk, count_checkpoints, find_disk_shortage, find_shared_memory_shortage
+from estimates import check_free_disk, count_checkpoints, describe_needs, find_disk_shortage, find_shared_memory_shortage, measure_labels
 from faults import UserError
+from labels import LabelBuilder
 from launching import train_here, write_recipe
 from manifest import Row
 from model import load_model, read_base_model, trainable_parameters
@@ -184,3 +185,62 @@ def test_scoring_alone_counts_every_scored_text_twice_and_no_checkpoint(speech, 
     checked = {"dev": CheckedSet([Row("a.wav", "नमस्ते", "dev.jsonl", 1)] * 1000, 1000, 1.0)}
     sizes = check_free_disk(tmp_path, recipe, SimpleNamespace(do_train=False), None, checked, world_size=1)
     assert sizes == {"checkpoint": 0, "checkpoints": 0, "others": 1000 * (2 * 18 + estimates.PREDICTION_BYTES)}
+
+
+# --- the card and the time ---------------------------------------------------------------------------------------
+
+
+def rows_of(*texts: str) -> list[Row]:
+    return [Row("a.wav", text, "train.jsonl", line) for line, text in enumerate(texts, 1)]
+
+
+def test_the_longest_label_is_found_wherever_it_stands_and_the_mean_among_rows_spread_evenly():
+    labels = SimpleNamespace(build=lambda row: [0] * len(row.text))
+    rows = rows_of(*["ab", "abcd"] * 5000)
+    rows[4321] = rows_of("x" * 99)[0]
+    longest, mean = measure_labels(rows, labels)
+    assert longest == 99 and 2 <= mean <= 4
+    assert measure_labels(rows_of("abc"), labels) == (3, 3)
+
+
+@pytest.fixture
+def needs(speech, monkeypatch):
+    """A function that gives the lines told for a place and changes of the toy recipe, on a card of 1 GiB doing 1 GFLOP/s."""
+    timed = []
+    monkeypatch.setattr(estimates, "card_bytes", lambda device: 2**30)
+    monkeypatch.setattr(estimates, "measure_products", lambda device, *_, **__: timed.append(device) or 1e9)
+
+    def tell(place: Place, *words: str) -> list[str]:
+        recipe = load_recipe(["--config", str(write_recipe(speech)), *words])
+        base = read_base_model(recipe.model, max_new_tokens=4, num_beams=1)
+        sizes = {key: recipe.training[key] for key in ("max_steps", "num_train_epochs", "per_device_train_batch_size")}
+        arguments = SimpleNamespace(**sizes, gradient_accumulation_steps=1)
+        train, labels = CheckedSet(rows_of(*["one clip"] * 4), 4, 4.0), LabelBuilder(base, recipe.model)
+        return describe_needs(recipe, arguments, labels=labels, train=train, place=place, compute_type=torch.float32)
+
+    tell.timed = timed
+    return tell
+
+
+def test_on_a_cpu_nothing_is_told_of_cards(needs):
+    (line,) = needs(Place("cpu"))
+    assert line.startswith("time: about 1 s for 2 steps") and needs.timed == ["cpu"]
+
+
+def test_the_main_process_alone_times_its_card_and_tells(needs):
+    assert needs(Place("cuda:1", rank=1, local_rank=1, world_size=2)) == [] and needs.timed == []
+    memory, time = needs(Place("cuda:0", world_size=2))
+    assert memory.startswith("memory of a card: about 0.0 GiB") and memory.endswith(" of 1.0")
+    assert time.startswith("time: ") and needs.timed == ["cuda:0"]
+
+
+def test_a_run_that_may_not_fit_is_warned_of_and_not_refused(needs):
+    lines = needs(Place("cuda:0"), "--training.per_device_train_batch_size=4000")
+    assert any(line.startswith("warning: a training step may take ") for line in lines)
+
+
+def test_the_plan_is_told_before_weights_are_loaded(speech, tmp_path, capsys):
+    train_here(write_recipe(speech), "--check", "--training.output_dir", str(tmp_path / "out"), "--training.warmup_steps", "1")
+    out = capsys.readouterr().out
+    assert "2 steps (0.5 epochs of 4 clips, 0.0 h), 1 of warm-up, each of 1 clips = 1 process x 1 at once x 1 accumulated" in out
+    assert "time: about 1 s for 2 steps, without evaluations" in out and "memory of a card" not in out
