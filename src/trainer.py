@@ -509,6 +509,7 @@ class WhisperTrainer(Seq2SeqTrainer):
                 self._find_best_checkpoint()
                 if self.args.should_save:
                     self.state.save_to_json(str(checkpoint / STATE_FILE))
+                    (checkpoint / "README.md").unlink(missing_ok=True)  # peft's card, all of whose fields are blank
                     publish(checkpoint, most=self.args.save_total_limit, best=self.state.best_model_checkpoint)
         self.seconds["save"] += time.perf_counter() - started
 
