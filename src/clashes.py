@@ -34,6 +34,7 @@ UNTESTED = {
     "bf16_full_eval": "the compute type is one in training, evaluation and generation",
     "fp16_full_eval": "the compute type is one in training, evaluation and generation",
     "activation_checkpointing": "write training.gradient_checkpointing",
+    "save_on_each_node": "the main process alone writes, into a folder that all machines share",
     "save_only_model": "a checkpoint without optimiser state cannot be resumed",
     "ignore_data_skip": "a resumed run goes on with the same order of data",
     "resume_from_checkpoint": "write run.resume: auto",
