@@ -169,7 +169,8 @@ def test_the_estimate_holds_every_file_of_a_checkpoint_without_being_twice_as_mu
     monkeypatch.setattr(estimates, "TOKENIZER_BYTES", 0)
     asked = []
     monkeypatch.setattr(estimates, "find_disk_shortage", lambda folder, **sizes: asked.append(sizes) or "")
-    train_here(write_recipe(speech, lora={"r": 32, "target_modules": ["q_proj", "v_proj", "fc1", "fc2"]}, training={"output_dir": str(tmp_path / "out")}))
+    lora = {"r": 32, "target_modules": ["q_proj", "v_proj", "fc1", "fc2"]}
+    train_here(write_recipe(speech, lora=lora, training={"output_dir": str(tmp_path / "out")}))
     names = ("adapter_model.safetensors", "optimizer.pt")
     size = sum((tmp_path / "out" / "checkpoint-2" / name).stat().st_size for name in names)
     assert asked[0]["checkpoint"] / 1.2 < size < asked[0]["checkpoint"] * 1.5
