@@ -126,6 +126,7 @@ class DataConfig:
         max_dropped_share: of a set; more is an error.
         allow_empty_text: teach silence as an empty transcript.
         streaming: read the training sets, all on the Hub, while training; they are never downloaded whole.
+        pack: short clips of one language and one task share a 30 s window; training only.
     """
 
     train: list[DataSource] = field(default_factory=list)
@@ -138,6 +139,7 @@ class DataConfig:
     max_dropped_share: float = 0.1
     allow_empty_text: bool = False
     streaming: bool = False
+    pack: bool = False
 
     def sources(self) -> dict[str, DataSource]:
         """Every source by its place in the recipe: data.train[0], data.validation.dev."""
@@ -150,7 +152,7 @@ class RunConfig:
     """How the run goes.
 
     Args:
-        global_batch_size: clips a step over all processes; gradient accumulation follows; null: the training section decides.
+        global_batch_size: clips, or windows of them (data.pack), a step over all processes; gradient accumulation follows; null: the training section decides.
         baseline: score the untouched model first.
         resume: auto goes on from the newest complete checkpoint in output_dir.
         max_eval_samples: a fixed seeded subset of each set during training; the full sets are scored at the end.
@@ -908,6 +910,8 @@ def _find_streaming_clashes(recipe: Recipe, judge: _Judge) -> None:
     for number, source in enumerate(recipe.data.train):
         if source.path:
             judge.add(f"data.train[{number}].path", "data.streaming reads sets from the Hub only; write hub, or data.streaming: false")
+    if recipe.data.pack:
+        judge.add("data.pack", "needs to know the length of every clip, which a stream does not tell (data.streaming); leave one of them out")
     if recipe.training["max_steps"] <= 0:
         judge.add("training.max_steps", "needed with data.streaming: a stream has no known length, so epochs cannot be counted")
     for key in ("eval_strategy", "save_strategy", "logging_strategy"):

@@ -9,10 +9,11 @@ import json
 import os
 import re
 import tempfile
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from tqdm import tqdm
 
@@ -35,8 +36,8 @@ SoundKey = str | tuple[int, int]
 
 @dataclass(slots=True)
 class SetCheck:
-    """What the check found in the set `name`: `rows` are kept (`seconds` of sound in all), `bad_rows` dropped,
-    `warnings` are about kept rows; rows_read == len(rows) + len(bad_rows)."""
+    """What the check found in the set `name`: `rows` are kept (`seconds` of sound in all, `samples` at 16 kHz of each),
+    `bad_rows` dropped, `warnings` are about kept rows; rows_read == len(rows) + len(bad_rows)."""
 
     name: str
     rows_read: int
@@ -44,6 +45,7 @@ class SetCheck:
     bad_rows: list[BadRow]
     warnings: list[BadRow]
     seconds: float
+    samples: array = field(default_factory=lambda: array("i"))
 
     @property
     def hours(self) -> float:
@@ -81,6 +83,7 @@ def check_rows(
             continue
         check.rows.append(row)
         check.seconds += measure.seconds
+        check.samples.append(measure.samples)
         check.warnings += (BadRow(row.file, row.line, row.audio, *warning) for warning in _find_warnings(row, measure))
     order = {file: place for place, file in enumerate(dict.fromkeys(row.file for row in [*rows, *reader_bad_rows]))}
     check.bad_rows.sort(key=lambda row: (order[row.file], row.line))

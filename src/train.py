@@ -30,7 +30,7 @@ from faults import RunFailure, UserError, progress
 from labels import LabelBuilder
 from learning import LearningCheck, check_saved_weights
 from model import describe_generation, describe_model, load_model, read_base_model
-from sets import CheckedSet, check_sets, describe_plan
+from sets import check_sets, describe_plan
 from trainer import ExplodingLoss, Patience, RecipeSteps, WhisperTrainer, build_arguments, build_examples, thin_out
 
 # Ranks come to the same mistake within the spread of their imports; one that is only another rank's is told after it.
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
         output.write_text(folder / output.RECIPE_FILE, dump_recipe(recipe))
     results = output.describe_run(recipe, arguments, place=place, compute_type=compute_type)
     if arguments.do_train:
-        results |= train(recipe, trainer, folder, meeting=meeting, checked=checked)
+        results |= train(recipe, trainer, folder, meeting=meeting)
     results["final"] = trainer.score(sets, "final")
 
     # 9. The files.
@@ -112,9 +112,7 @@ def main(argv: list[str]) -> None:
     trainer.accelerator.end_training()
 
 
-def train(
-    recipe: Recipe, trainer: WhisperTrainer, folder: Path, *, meeting: Meeting, checked: dict[str, CheckedSet]
-) -> dict[str, Any]:
+def train(recipe: Recipe, trainer: WhisperTrainer, folder: Path, *, meeting: Meeting) -> dict[str, Any]:
     """Scores the untouched model, trains from the start or from the newest complete checkpoint, saves and reads back.
 
     Returns the parts `baseline`, `train`, `best` and `status` of the results.
@@ -143,8 +141,7 @@ def train(
         if place.is_main:
             output.save_model(folder, trainer.model, trainer.labels.base)
             check_saved_weights(trainer.model, folder, trainer.sample_loss)
-    part = checked["train"]
-    summary = trainer.summarize(part.seconds / len(part.rows)) | {"peak_memory_gib": peak_memory_gib(place)}
+    summary = trainer.summarize() | {"peak_memory_gib": peak_memory_gib(place)}
     best = {"metric": best_metric(recipe), "value": trainer.state.best_metric, "step": trainer.state.best_global_step}
     parts: dict[str, Any] = {"baseline": baseline, "train": summary, "best": best}
     if trainer.state.global_step < trainer.state.max_steps:

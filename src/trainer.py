@@ -28,10 +28,13 @@ from manifest import Row
 from mixing import WeightedSampler
 from model import load_weights
 from output import write_checksums
+from packing import PackedSampler, build_packed_sampler
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
 from speech import SpeechDataset, collate
 from streaming import StreamedSpeech, StreamReport, build_loader
+
+SHOWN_CLIPS = 64  # named when a loss is not finite: about as many as eight packed windows hold
 
 
 def mean_token_loss(
@@ -195,7 +198,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             self.add_callback(TellDropped(self.stream))
         self.finite_loss = FiniteLoss(self._name_clips)
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
-        self.windows = 0
+        self.windows, self.audio_seconds = 0, 0.0
         self._unchecked = {"training", "evaluation"}
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager:
@@ -213,7 +216,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         if hasattr(self.model, "_is_accelerate_prepared"):
             del self.model._is_accelerate_prepared
         self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self.windows, started = 0, time.perf_counter()
+        self.windows, self.audio_seconds, started = 0, 0.0, time.perf_counter()
         self._logged, self._began = None, started
         result = super().train(*args, **kwargs)
         self.finite_loss.judge()
@@ -223,9 +226,11 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.seconds["all"] = time.perf_counter() - started
         return result
 
-    def summarize(self, mean_clip_seconds: float) -> dict[str, Any]:
+    def summarize(self) -> dict[str, Any]:
         """Figures of the training just done: steps in all, last logged loss (nats per token), speed over all processes
-        without evaluations and saves, and the shares of the wall clock that went into waiting for data and evaluating."""
+        without evaluations and saves, and the shares of the wall clock that went into waiting for data and evaluating.
+
+        Seconds of audio are those that this process has heard, times the number of processes."""
         seconds = self.seconds
         training = max(seconds["all"] - seconds["evaluate"] - seconds["save"], 1e-9)
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
@@ -234,7 +239,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             "loss": losses[-1] if losses else None,
             "windows": self.windows,
             "windows_per_second": self.windows / training,
-            "audio_seconds_per_second": self.windows * mean_clip_seconds / training,
+            "audio_seconds_per_second": self.audio_seconds / training,
             "data_wait_share": seconds["data"] / training,
             "evaluation_share": seconds["evaluate"] / max(seconds["all"], 1e-9),
             "seconds": seconds["all"],
@@ -251,7 +256,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         """The stock loader, or that of a stream, which shares its rows out between the processes itself."""
         if self.stream is None:
             loader = super().get_train_dataloader()
-            if isinstance(self._mixing, WeightedSampler):
+            if isinstance(self._mixing, (WeightedSampler, PackedSampler)):
                 loader.set_sampler(self._mixing)  # so that the epoch reaches it when the first batches are skipped, too
             return loader
         return build_loader(
@@ -266,8 +271,10 @@ class WhisperTrainer(Seq2SeqTrainer):
         )
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        mix = getattr(self.train_dataset, "mix", None)
-        if mix is None or mix.is_plain:
+        mix, clips = getattr(self.train_dataset, "mix", None), getattr(self.train_dataset, "clips", None)
+        if clips:
+            self._mixing = build_packed_sampler(clips, self.args, world_size=self.args.world_size)
+        elif mix is None or mix.is_plain:
             self._mixing = super()._get_train_sampler(train_dataset)
         else:
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -298,6 +305,7 @@ class WhisperTrainer(Seq2SeqTrainer):
                 self.stream.add(batch["row_id"].tolist(), batch.pop("note"))
         self.seconds["data"] += time.perf_counter() - started
         self.windows += sum(len(batch["labels"]) for batch in batches) * self.args.world_size
+        self.audio_seconds += sum(sum(batch.pop("seconds")) for batch in batches) * self.args.world_size
         return batches, items
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -476,8 +484,8 @@ class WhisperTrainer(Seq2SeqTrainer):
 
 
 def _name_rows(rows: Sequence[Row]) -> str:
-    more = f" and {len(rows) - 16} more" if len(rows) > 16 else ""
-    return ", ".join(f"{row.file}:{row.line} ({row.audio})" for row in rows[:16]) + more
+    more = f" and {len(rows) - SHOWN_CLIPS} more" if len(rows) > SHOWN_CLIPS else ""
+    return ", ".join(f"{row.file}:{row.line} ({row.audio})" for row in rows[:SHOWN_CLIPS]) + more
 
 
 class Patience(EarlyStoppingCallback):
@@ -525,7 +533,7 @@ def build_examples(
     if part.streams:
         seed = recipe.training["seed"] if recipe.training["data_seed"] is None else recipe.training["data_seed"]
         return StreamedSpeech(part.streams, labels, data=recipe.data, place=place, seed=seed, with_mask=with_mask), sets
-    return SpeechDataset(part.rows, labels, with_mask=with_mask, mix=part.mix), sets
+    return SpeechDataset(part.rows, labels, with_mask=with_mask, mix=part.mix, clips=part.clips), sets
 
 
 def thin_out(examples: SpeechDataset, most: int | None) -> Dataset:

@@ -46,7 +46,7 @@ def builder(base: BaseModel, *, language: str | None = "en", task: str = "transc
 
 
 def join(*labels: list[int], start: int = START, pad: int = END) -> dict:
-    rest = {"input_features": torch.zeros(80, 3000).numpy(), "row_id": 0, "language": None, "task": None}
+    rest = {"input_features": torch.zeros(80, 3000).numpy(), "row_id": [0], "seconds": 1.0, "language": None, "task": None}
     return collate([{"labels": ids} | rest for ids in labels], start=start, pad=pad)
 
 

@@ -98,7 +98,7 @@ def test_the_mask_is_one_within_the_clip_and_zero_behind_it(tmp_path, labels, sa
 
 def test_only_what_the_model_takes_and_scoring_needs_reaches_the_batch(labels, rows):
     assert rows[0].extra == {"accent": "north"} and rows[0].speaker == "Ann"
-    assert set(join(SpeechDataset(rows, labels))) == {"input_features", "labels", "decoder_input_ids", "row_id", "language", "task"}
+    assert set(join(SpeechDataset(rows, labels))) == {"input_features", "labels", "decoder_input_ids", "row_id", "seconds", "language", "task"}
 
 
 def test_examples_do_not_depend_on_their_batch_nor_on_workers(labels, rows):
@@ -161,7 +161,7 @@ def test_only_training_with_augmentation_has_a_mask(labels, rows, augmented):
 def test_row_ids_of_two_scored_sets_differ(labels, rows):
     checked = {name: CheckedSet(rows, len(rows), 1.0) for name in ("train", "dev", "other")}
     _, sets = build_examples(recipe_for(ModelConfig()), checked, labels, place=Place("cpu"))
-    assert [examples[i]["row_id"] for examples in sets.values() for i in range(4)] == list(range(8))
+    assert [examples[i]["row_id"] for examples in sets.values() for i in range(4)] == [[i] for i in range(8)]
 
 
 def test_a_recipe_that_only_scores_has_no_training_examples(labels, rows):
