@@ -196,3 +196,34 @@ def test_features_that_are_not_finite_are_named_by_file_and_line(tmp_path, label
     rows = read_manifest(str(toy.write_manifest(tmp_path / "train.jsonl", [{"audio": "1600.wav", "text": "a"}])))[0]
     with pytest.raises(RuntimeError, match=r"train\.jsonl:1: .*1600\.wav: its features are not finite"):
         SpeechDataset(rows, labels)[0]
+
+
+# --- clips that share a window -----------------------------------------------------------------------------------
+
+
+def test_clips_of_one_window_are_heard_and_read_one_after_another(tmp_path, labels):
+    rows = rows_of(tmp_path, 32_000, 16_000, 48_000)
+    rows = [replace(row, text=text) for row, text in zip(rows, ["one", " two ", "three."], strict=True)]
+    example = SpeechDataset(rows, labels, first_id=5, with_mask=True)[(2, 0, 1)]
+    waves = [soundfile.read(rows[number].audio, dtype="float32")[0] for number in (2, 0, 1)]
+    pause = np.zeros(3200, dtype=np.float32)  # 0.2 s
+    joined = np.concatenate([waves[0], pause, waves[1], pause, waves[2]])
+    features = labels.base.processor.feature_extractor(joined, sampling_rate=16_000, return_attention_mask=True, return_tensors="np")
+    np.testing.assert_allclose(example["input_features"], features["input_features"][0], atol=1e-5)
+    assert example["labels"] == labels.build(replace(rows[0], text="three. one two"))
+    assert example["row_id"] == [7, 5, 6] and example["seconds"] == 6.0
+    assert example["attention_mask"].sum() == 640, "6 s of sound and 0.4 s of pauses"
+
+
+def test_a_batch_of_windows_names_all_of_their_clips(tmp_path, labels):
+    examples = SpeechDataset(rows_of(tmp_path, 1600, 3200, 4800), labels)
+    batch = join(examples, (2, 0), (1,))
+    assert batch["input_features"].shape[0] == 2 and batch["row_id"].tolist() == [2, 0, 1]
+    assert batch["seconds"] == pytest.approx([0.4, 0.2])
+
+
+def test_a_window_with_features_that_are_not_finite_names_all_of_its_clips(tmp_path, labels):
+    rows = rows_of(tmp_path, 1600, 3200)
+    soundfile.write(tmp_path / "3200.wav", np.full(3200, np.nan, dtype=np.float32), 16_000, subtype="FLOAT")
+    with pytest.raises(RuntimeError, match=r"train\.jsonl:1: .*1600\.wav, .*train\.jsonl:2: .*3200\.wav: its features are not finite"):
+        SpeechDataset(rows, labels)[(0, 1)]
