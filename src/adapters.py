@@ -75,6 +75,28 @@ def check_adapter(recipe: Recipe, config: WhisperConfig) -> list[str]:
     return []
 
 
+def count_kept_weights(recipe: Recipe, config: WhisperConfig) -> tuple[int, int]:
+    """How many weights are trained, and how many a checkpoint holds: without adapters frozen ones, too. Counted on the model's
+    shape, after `check_adapter` has passed."""
+    with torch.device("meta"):
+        model = WhisperForConditionalGeneration(config)
+    if recipe.lora is None:
+        frozen = model.model.encoder if recipe.model.freeze_encoder else model.model.encoder.embed_positions
+        frozen.requires_grad_(False)
+    else:
+        if recipe.model.adapter:
+            lora = replace(LoraConfig.from_pretrained(recipe.model.adapter), inference_mode=False)
+        else:
+            lora = build_lora_config(recipe.lora, freeze_encoder=recipe.model.freeze_encoder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a model without weights has no name
+            model = get_peft_model(model, replace(lora, init_lora_weights=True))
+        if recipe.model.freeze_encoder:
+            model.base_model.model.model.encoder.requires_grad_(False)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return trained, trained if recipe.lora is not None else sum(parameter.numel() for parameter in model.parameters())
+
+
 # --- a new adapter -----------------------------------------------------------------------------------------------
 
 
@@ -217,26 +239,27 @@ def _check_adapter_folder(whisper: torch.nn.Module, recipe: Recipe) -> list[str]
     problem = find_init_problem(config.init_lora_weights, recipe.model.quantization)
     if problem:
         raise UserError(f"model.adapter: {folder} was begun with init_lora_weights: {config.init_lora_weights}: {problem}")
+    differences = _compare_settings(recipe, config)
     if recipe.training["do_train"]:
-        _check_settings(recipe, config)
+        if differences:
+            raise UserError(*(f"{line}; leave the key out" for line in differences))
         if recipe.model.freeze_encoder and {side_of(name) for name in stored} == {"encoder"}:
             raise UserError(f"model.freeze_encoder: {folder} has adapters on the encoder alone: nothing would be trained")
     made_for = config.base_model_name_or_path
     if made_for in (None, "", recipe.model.name, str(Path(recipe.model.name).resolve())):
-        return []
-    return [f"model.adapter: {folder} was made for {made_for}; the model here is {recipe.model.name}"]
+        return differences
+    return differences + [f"model.adapter: {folder} was made for {made_for}; the model here is {recipe.model.name}"]
 
 
-def _check_settings(recipe: Recipe, stored: LoraConfig) -> None:
-    """The adapter's own settings rule; what the recipe says otherwise would be ignored in silence."""
+def _compare_settings(recipe: Recipe, stored: LoraConfig) -> list[str]:
+    """A line for each written key of the recipe that differs from the adapter's own settings, which rule."""
     own = build_lora_config({key: recipe.lora[key] for key in recipe.lora_given})
-    problems = []
+    lines = []
     for key in recipe.lora_given:
         here, there = (_as_written(getattr(config, key)) for config in (own, stored))
         if here != there:
-            problems.append(f"lora.{key}: {here} here, {there} in the adapter {recipe.model.adapter}, whose settings stay; leave the key out")
-    if problems:
-        raise UserError(*problems)
+            lines.append(f"lora.{key}: {here} here, {there} in the adapter {recipe.model.adapter}, whose settings stay")
+    return lines
 
 
 def _as_written(value: Any) -> Any:

@@ -60,6 +60,7 @@ class _ForwardSound(soundfile.SoundFile):
     states_length = True
 
     def seekable(self) -> bool:
+        """No: soundfile then reads on without seeking."""
         return False
 
 
@@ -70,10 +71,12 @@ class _Longer:
     at_end = False
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As a file's own, and remembers whether the end was sought."""
         self.at_end = whence == os.SEEK_END
         return super().seek(offset, whence)
 
     def tell(self) -> int:
+        """The place in bytes; at the end a thousand times as many."""
         return super().tell() * (1000 if self.at_end else 1)
 
 

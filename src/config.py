@@ -157,6 +157,9 @@ class RunConfig:
         resume: auto goes on from the newest complete checkpoint in output_dir.
         max_eval_samples: a fixed seeded subset of each set during training; the full sets are scored at the end.
         early_stopping_patience: evaluations without a better metric_for_best_model before training stops.
+        time_limit_seconds: after so long the run saves behind a whole step and stops; resume: auto goes on.
+        stall_timeout_seconds: after so long without any progress on the rank that is late the job is ended with a report.
+        max_skipped_steps: steps in a row that may be skipped because their loss or gradient is not finite.
     """
 
     global_batch_size: int | None = None
@@ -164,6 +167,9 @@ class RunConfig:
     resume: Literal["never", "auto"] = "never"
     max_eval_samples: int | None = None
     early_stopping_patience: int | None = None
+    time_limit_seconds: float | None = None
+    stall_timeout_seconds: float = 600.0
+    max_skipped_steps: int = 3
 
 
 @dataclass
@@ -233,6 +239,9 @@ OLD_KEYS = {
     "model.model_name_or_path": "write model.name",
     "model.use_cache": "the cache is off in training and on in generation",
     "model.forced_decoder_ids": "write model.language and model.task",
+    "lora.rank": "write lora.r",
+    "lora.alpha": "write lora.lora_alpha",
+    "lora.dropout": "write lora.lora_dropout",
     "data.max_duration": "write data.max_duration_seconds",
     "data.max_duration_in_seconds": "write data.max_duration_seconds",
     "data.min_duration_in_seconds": "write data.min_duration_seconds",
@@ -277,6 +286,7 @@ UNTESTED = {
     "resume_from_checkpoint": "write run.resume: auto",
     "sortish_sampler": "every window is 30 seconds; there is nothing to sort",
     "hub_token": "pushing is not part of this version, and a token would lie in every checkpoint",
+    "save_on_each_node": "the main process alone writes, into a folder that all machines share",
     "accelerator_config": "ranks must do equal work",
     "include_for_metrics": "the features of a whole set would be kept in memory",
     "dataloader_drop_last": "rows of scored sets would be dropped too",
@@ -353,6 +363,7 @@ class _Reader:
         self.problems: list[str] = []
 
     def value(self, node: yaml.Node | None, path: str = "") -> Any:
+        """The plain value of a node, whose key in full is `path`."""
         if node is None:
             return None
         if isinstance(node, yaml.MappingNode):
@@ -443,9 +454,18 @@ def _apply_override(raw: dict[str, Any], key: str, text: str, reader: _Reader) -
     *parents, last = key.split(".")
     place = raw
     for depth, parent in enumerate(parents, 1):
+        name = ".".join(parents[:depth])
+        if isinstance(place.get(parent), list):
+            example = "'[{path: a.jsonl, weight: 0.5}, b.jsonl]'" if name == "data.train" else "'[...]'"
+            reader.problems.append(
+                f"--{key}: {name} is a list, and its entries have no names here; give all of it, --{name} {example}, or edit the recipe"
+            )
+            return
+        if isinstance(place.get(parent), str) and re.fullmatch(r"data\.(train|validation\.[^.]+)", name):
+            place[parent] = _source(place[parent])
         if not isinstance(place.get(parent), dict):
             place[parent] = {}
-            reader.lines[".".join(parents[:depth])] = 0
+            reader.lines[name] = 0
         place = place[parent]
     value_reader = _Reader(f"--{key}")
     place[last] = _read_yaml(text, value_reader)
@@ -585,8 +605,11 @@ def _spread_sources(data: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def build_parser() -> ArgumentParser:
-    """The parser that knows types, defaults and help of every section; default config files are not looked for."""
+def build_parser(*, without: frozenset[str] = frozenset()) -> ArgumentParser:
+    """The parser that knows types, defaults and help of every section; default config files are not looked for.
+
+    Keys `without` are left out.
+    """
     parser = ArgumentParser(
         prog="train.py",
         usage="accelerate launch src/train.py [--config FILE] [--check] [--section.key VALUE ...]",
@@ -598,9 +621,19 @@ def build_parser() -> ArgumentParser:
         add_help=True,
     )
     for section, config in SECTIONS.items():
-        parser.add_class_arguments(config, section)
+        skip = {key.partition(".")[2] for key in without if key.startswith(f"{section}.")}
+        parser.add_class_arguments(config, section, skip=skip)
     parser.set_defaults({f"lora.{key}": value for key, value in LORA_DEFAULTS.items()})
     return parser
+
+
+def describe_keys() -> str:
+    """The text of --help: every key but those that are always refused."""
+    refused = [f"training.{key}" for key in (*UNTESTED, *FIXED)] + [f"lora.{key}" for key in UNTESTED_LORA]
+    text = build_parser(without=frozenset([*refused, *OLD_KEYS])).format_help()
+    # Ways in that the parser offers for every section and list, and that recipes do not have.
+    text = re.sub(r"\n  --\w+ CONFIG +Path to a configuration file\.", "", text)
+    return re.sub(r",\s+--[\w.]+\+ \S+", "", text)
 
 
 @functools.cache
@@ -651,7 +684,7 @@ def load_recipe(argv: list[str]) -> Recipe:
     written twice, clashing settings, keys of older trainers. `--help` prints all keys and exits.
     """
     if "--help" in argv or "-h" in argv:
-        build_parser().print_help()
+        print(describe_keys())
         raise SystemExit(0)
     config, overrides, check_only = split_arguments(argv)
     path = Path(config) if config else DEMO_RECIPE
@@ -766,6 +799,8 @@ def _find_clashes(recipe: Recipe, judge: _Judge, *, given: dict[str, dict[str, A
         value = getattr(run, key)
         if value is not None and value < 1:
             judge.add(f"run.{key}", "at least 1, or null")
+    if run.max_skipped_steps < 0:
+        judge.add("run.max_skipped_steps", "0, which stops at the first, or more")
     if run.global_batch_size and "gradient_accumulation_steps" in given.get("training", {}):
         judge.add("run.global_batch_size", "gradient accumulation follows from it; leave training.gradient_accumulation_steps out")
     _find_training_clashes(recipe, judge)
@@ -940,7 +975,7 @@ def accumulation_steps(recipe: Recipe, world_size: int) -> int:
     if rest or not steps:
         raise UserError(
             f"run.global_batch_size: {recipe.run.global_batch_size} is no multiple of {at_once} "
-            f"({world_size} processes x training.per_device_train_batch_size {at_once // world_size})"
+            f"({world_size} process{'es' if world_size > 1 else ''} x training.per_device_train_batch_size {at_once // world_size})"
         )
     return steps
 
@@ -949,9 +984,11 @@ def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML: complete, re-runnable, without secrets."""
 
     def section(config: Any) -> dict[str, Any]:
+        """Every key of a section."""
         return {f.name: _plain(getattr(config, f.name)) for f in fields(config)}
 
     def source_keys(source: DataSource) -> dict[str, Any]:
+        """The keys of a source that are set."""
         return {key: value for key, value in section(source).items() if value is not None}
 
     lora = recipe.lora
@@ -979,6 +1016,7 @@ class _Dumper(yaml.SafeDumper):
     """Puts quotes around words that the reader of recipes would take for something else, such as 1e5."""
 
     def represent_word(self, word: str) -> yaml.Node:
+        """A text, in quotes only where it needs them."""
         return self.represent_scalar("tag:yaml.org,2002:str", word, style=None if _read_scalar(word) == word else "'")
 
 

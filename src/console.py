@@ -20,6 +20,7 @@ def quieten(*, is_main: bool) -> None:
         datasets.disable_progress_bars()
     # Remarks on calls between libraries, which no user can change.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     logging.getLogger("transformers.generation.utils").addFilter(_is_for_the_user)
     # On checkpointing that chooses what it keeps: nothing in a layer is changed in place.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

@@ -63,7 +63,7 @@ def find_fault(file: BinaryIO, name: str) -> str | None:
 
 def suggest_conversion(path: str) -> str:
     """The command that makes a readable file of one that only other programs read."""
-    stem, ending = os.path.splitext(os.path.basename(path))
+    stem, ending = os.path.splitext(path)
     target = f"{stem}-16khz.flac" if ending == ".flac" else f"{stem}.flac"
     return "convert it: " + shlex.join(["ffmpeg", "-i", stem + ending, "-ar", "16000", target])
 

@@ -24,6 +24,7 @@ CHECK_VERSION = 2  # counts up whenever the same bytes would be measured differe
 SILENT_PEAK = 1e-3  # -60 dBFS: the loudest sample is 33 of 32768, room noise in any microphone recording is above it
 DURATION_SLACK_SECONDS = 0.5  # a manifest's duration may be off by this much before the row is listed
 PLACEHOLDER = re.compile(r"<[^\W\d_][\w -]*>|\[[^\W\d_][\w -]*\]")  # <UNK>, [noise]: marks that would be learnt as words
+REPORT_FILE = "data_report.json"
 SHOWN_ROWS = 20  # rows named in a message; the report names all
 SHOWN_ROWS_OF_DROPPED = 5
 SHOWN_ROWS_OF_PAGE = 1000  # rows a table of the page holds
@@ -36,8 +37,9 @@ SoundKey = str | tuple[int, int]
 
 @dataclass(slots=True)
 class SetCheck:
-    """What the check found in the set `name`: `rows` are kept (`seconds` of sound in all, `samples` at 16 kHz of each),
-    `bad_rows` dropped, `warnings` are about kept rows; rows_read == len(rows) + len(bad_rows)."""
+    """What the check found in the set `name`: `rows` are kept (`seconds` of sound in all, `samples` at 16 kHz of each), `bad_rows`
+    dropped, `warnings` are about kept rows; rows_read == len(rows) + len(bad_rows). `sounds` has a word for the content and segment
+    of each kept row ("": not known), and `notes` are lines about the whole set, for the page."""
 
     name: str
     rows_read: int
@@ -46,6 +48,8 @@ class SetCheck:
     warnings: list[BadRow]
     seconds: float
     samples: array = field(default_factory=lambda: array("i"))
+    sounds: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def hours(self) -> float:
@@ -75,13 +79,14 @@ def check_rows(
     """
     check = SetCheck(name, len(rows) + len(reader_bad_rows), [], list(reader_bad_rows), [], 0.0)
     measures = _measure_rows(rows, name, cache_folder)
-    for row, measure in zip(tqdm(rows, f"{name}: texts", delay=2, unit="row"), measures, strict=True):
+    for row, (sound, measure) in zip(tqdm(rows, f"{name}: texts", delay=2, unit="row"), measures, strict=True):
         label_problem = find_label_problem(row)
         problem = find_clip_problem(row, measure, min_seconds=min_seconds, max_seconds=max_seconds) or label_problem
         if problem:
             check.bad_rows.append(BadRow(row.file, row.line, row.audio, *problem))
             continue
         check.rows.append(row)
+        check.sounds.append(sound)
         check.seconds += measure.seconds
         check.samples.append(measure.samples)
         check.warnings += (BadRow(row.file, row.line, row.audio, *warning) for warning in _find_warnings(row, measure))
@@ -121,8 +126,11 @@ def _find_warnings(row: Row, measure: AudioMeasure) -> Iterator[tuple[str, str]]
         yield "placeholder_text", f"the text holds {mark.group()}"
 
 
-def _measure_rows(rows: Sequence[Row], name: str, cache_folder: str | None) -> list[AudioMeasure | AudioError]:
-    """The measure of each row. A file is hashed once, however many rows are parts of it."""
+def _measure_rows(rows: Sequence[Row], name: str, cache_folder: str | None) -> list[tuple[str, AudioMeasure | AudioError]]:
+    """For each row the key of its content and segment ("": not known), and its measure.
+
+    A file is hashed once, however many rows are parts of it.
+    """
     caches = {file: _choose_cache_path(cache_folder, file) for file in dict.fromkeys(row.file for row in rows)}
     known = {}
     for path in caches.values():
@@ -145,7 +153,7 @@ def _measure_rows(rows: Sequence[Row], name: str, cache_folder: str | None) -> l
     for file, path in caches.items():
         entries = (found[_sound_key(row), row.start, row.end] for row in rows if row.file == file)
         _save_measures(path, dict(entry for entry in entries if isinstance(entry[1], AudioMeasure)), known)
-    return [found[_sound_key(row), row.start, row.end][1] for row in rows]
+    return [found[_sound_key(row), row.start, row.end] for row in rows]
 
 
 def _sound_key(row: Row) -> SoundKey:
@@ -172,7 +180,7 @@ def _measure_file(
             pass  # measure_audio meets the same and names it
     measured = {}
     for start, end in segments:
-        key = f"{CHECK_VERSION}-{content}-{start}-{end}"
+        key = f"{CHECK_VERSION}-{content}-{start}-{end}" if content else ""
         measure = known.get(key) if content else None
         if measure is None:
             try:
@@ -233,25 +241,29 @@ def _write_atomically(path: str, content: str) -> None:
             file.write(content)
         os.chmod(beside, 0o644)  # mkstemp makes files that nobody else may read
         os.replace(beside, path)
-    except BaseException:
+    except BaseException:  # an interruption, too, must leave nothing behind
         os.unlink(beside)
         raise
 
 
-def judge_set(check: SetCheck, *, on_bad_row: str, max_dropped_share: float) -> list[str]:
+def judge_set(check: SetCheck, *, on_bad_row: str, max_dropped_share: float, report: str = REPORT_FILE) -> list[str]:
     """The messages that stop a run: every bad row with `on_bad_row` fail; with drop, one if more than the share is dropped or no
-    row is left. Empty: the set can be used."""
+    row is left. Empty: the set can be used. `report` is the path of the file that lists all bad rows."""
     if on_bad_row == "fail" and check.bad_rows:
         more = len(check.bad_rows) - SHOWN_ROWS
         messages = [_describe_row(row) for row in check.bad_rows[:SHOWN_ROWS]]
-        return messages + ([f"{check.name}: and {more:,} more: see data_report.json"] if more > 0 else [])
+        return messages + ([f"{check.name}: and {more:,} more: see {report}"] if more > 0 else [])
     share = len(check.bad_rows) / check.rows_read if check.rows_read else 0.0
     if check.rows and share <= max_dropped_share:
         return []
     fault = f"{share:.1%} are dropped, data.max_dropped_share is {max_dropped_share}" if check.rows else "no rows are left"
     first = [f"  {_describe_row(row)}" for row in check.bad_rows[:SHOWN_ROWS_OF_DROPPED]]
     more = len(check.bad_rows) - len(first)
-    last = [f"  and {more:,} more: see data_report.json"] if more > 0 else []
+    last = [f"  and {more:,} more: see {report}"] if more > 0 else []
+    if not check.rows and {*check.dropped} == {"missing_file"}:
+        last.append("  audio paths count from the manifest's own folder; the source's audio_folder names another one")
+    if next(iter(check.dropped), None) == "bad_segment":
+        last.append("  start and end are seconds inside the sound of the row; where clips are cut already, leave these two columns out")
     return ["\n".join([f"{describe(check)}: {fault}", *first, *last])]
 
 
@@ -281,13 +293,14 @@ def write_data_report(folder: str, checks: Sequence[SetCheck]) -> None:
         }
         for check in checks
     }
-    _write_atomically(os.path.join(folder, "data_report.json"), json.dumps({"sets": sets}, ensure_ascii=False, indent=1) + "\n")
+    _write_atomically(os.path.join(folder, REPORT_FILE), json.dumps({"sets": sets}, ensure_ascii=False, indent=1) + "\n")
     _write_atomically(os.path.join(folder, "data_report.html"), _build_page(checks))
 
 
 def _build_page(checks: Sequence[SetCheck]) -> str:
     sections = "".join(
         f"<h2>{html.escape(check.name)}</h2>\n<p>{html.escape(describe(check))}</p>\n"
+        + "".join(f"<p>{html.escape(note)}</p>\n" for note in check.notes)
         + _build_table("Dropped rows", check.bad_rows)
         + _build_table("Warnings: these rows are used", check.warnings)
         for check in checks
@@ -301,7 +314,7 @@ def _build_table(title: str, rows: Sequence[BadRow]) -> str:
     cells = [(f"{row.file}:{row.line}", row.reason, row.audio, row.detail) for row in rows[:SHOWN_ROWS_OF_PAGE]]
     lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n" for row in cells)
     more = len(rows) - SHOWN_ROWS_OF_PAGE
-    rest = f"<p>and {more:,} more: see data_report.json</p>\n" if more > 0 else ""
+    rest = f"<p>and {more:,} more: see {REPORT_FILE}</p>\n" if more > 0 else ""
     head = "<tr><th>row</th><th>reason</th><th>audio</th><th>detail</th></tr>"
     return f"<h3>{title} ({len(rows):,})</h3>\n<table>\n{head}\n{lines}</table>\n{rest}"
 
@@ -321,6 +334,6 @@ td { overflow-wrap: anywhere; }
 td:nth-child(2) { white-space: nowrap; }
 </style>
 <h1>Data report</h1>
-<p>Every clip was decoded and every text tokenised. Lines count from 1, as an editor shows them.</p>
+<p>Every clip counted here was decoded and its text tokenised. Lines count from 1, as an editor shows them.</p>
 SECTIONS</html>
 """

@@ -2,19 +2,16 @@
 
 import os
 import resource
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from faults import UserError
 
+ONE_PROCESS = "accelerate launch src/train.py"
 LAUNCH = "accelerate launch --num_processes {processes} src/train.py"
-# How long ranks look for each other at the start: libraries are imported by then, on a slow disk minutes apart.
-MEETING_SECONDS = 120
+_THIS_MACHINE = ("", "127.0.0.1", "localhost", "::1")
 # A user's own accelerate defaults (mixed precision, dynamo, sharding) must not change what a recipe means.
 _LEAKS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
@@ -44,13 +41,20 @@ def choose_device(environ: Mapping[str, str], visible_devices: int) -> str:
     """The one device of this process: "cuda:<local rank>", "cuda:0" of a process that sees one masked card, or "cpu".
 
     Pure: `environ` is the environment, `visible_devices` the number of cards this process sees.
-    Raises UserError for ranks set by hand without LOCAL_RANK, and for more local processes than cards.
+    Raises UserError for ranks set by hand without LOCAL_RANK, for a launcher of several machines that gave no rank, and for
+    more local processes than cards.
     """
     world_size = _number(environ, "WORLD_SIZE", 1)
     if "LOCAL_RANK" not in environ and (world_size > 1 or _number(environ, "RANK", 0) > 0):
         raise UserError(
             "LOCAL_RANK is missing, but WORLD_SIZE or RANK is set: the other processes would be waited for in vain. "
             f"Leave the ranks to the launcher: {LAUNCH.format(processes=world_size)}"
+        )
+    address = environ.get("MASTER_ADDR", "")
+    if not {"LOCAL_RANK", "RANK", "WORLD_SIZE"} & environ.keys() and address not in _THIS_MACHINE:
+        raise UserError(
+            f"MASTER_ADDR is {address}, but this process was given no rank: each machine would train by itself. "
+            "On several machines add --multi_gpu to accelerate launch; else: unset MASTER_ADDR"
         )
     local_rank = _number(environ, "LOCAL_RANK", 0)
     if not visible_devices:
@@ -114,6 +118,11 @@ def describe_place(place: Place) -> str:
     return line
 
 
+def describe_launch(place: Place) -> str:
+    """The command that starts as many processes as there are now."""
+    return LAUNCH.format(processes=place.world_size) if place.world_size > 1 else ONE_PROCESS
+
+
 def choose_compute_type(place: Place, *, bf16: bool | None, fp16: bool | None) -> torch.dtype:
     """The type that frozen weights and products have: the one place where it is decided.
 
@@ -128,96 +137,6 @@ def choose_compute_type(place: Place, *, bf16: bool | None, fp16: bool | None) -
     if place.device == "cpu":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability(place.device) >= (8, 0) else torch.float16
-
-
-def join_processes(place: Place, *, timeout_seconds: float) -> "Meeting":
-    """Starts the process group (NCCL between cards, gloo between CPUs) and gives back the meeting point of all ranks.
-
-    Collectives wait at most `timeout_seconds`. A single process starts nothing.
-    """
-    if place.world_size == 1:
-        return Meeting(place, None)
-    address, port = os.environ.get("MASTER_ADDR", ""), _number(os.environ, "MASTER_PORT", 0)
-    if not address or not port:
-        raise UserError(
-            "MASTER_ADDR or MASTER_PORT is not set, so the processes cannot meet. "
-            f"Start: {LAUNCH.format(processes=place.world_size)}, or torchrun --standalone"
-        )
-    try:
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=place.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            timeout=timedelta(seconds=MEETING_SECONDS),
-        )
-        cards = _meet(place, store)
-    except dist.DistError as error:
-        raise UserError(
-            f"rank {place.rank} could not meet all of {place.world_size} processes at {address}:{port} within "
-            f"{MEETING_SECONDS} s; is the port taken or blocked, or was a process not started? ({str(error).splitlines()[0]})"
-        ) from error
-    _refuse_shared_cards(cards)
-    on_gpu = place.device != "cpu"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("group", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=torch.device(place.device) if on_gpu else None,
-    )
-    return Meeting(place, store)
-
-
-def _meet(place: Place, store: dist.Store) -> list[str]:
-    """Waits for every rank; gives the driver's identifier of each rank's card, "cpu" without one, by rank."""
-    card = "cpu" if place.device == "cpu" else str(torch.cuda.get_device_properties(place.device).uuid)
-    store.set(f"card/{place.rank}", card)
-    keys = [f"card/{rank}" for rank in range(place.world_size)]
-    store.wait(keys, timedelta(seconds=MEETING_SECONDS))
-    return [store.get(key).decode() for key in keys]
-
-
-def _refuse_shared_cards(cards: list[str]) -> None:
-    """Two processes with one masked card each may have been given the same one."""
-    if "cpu" not in cards and len(set(cards)) < len(cards):
-        raise UserError(
-            f"two processes share one GPU (cards by rank: {', '.join(cards)}): one process a GPU. "
-            f"Start: {LAUNCH.format(processes=len(set(cards)))}"
-        )
-
-
-class Meeting:
-    """Work that the main process does for all ranks: the others poll for its result, inside no collective and no time limit."""
-
-    def __init__(self, place: Place, store: dist.Store | None):
-        self.place = place
-        self._store = store
-        self._count = 0
-
-    def once(self, work: Callable[[], bytes]) -> bytes:
-        """Runs `work` (no arguments, gives bytes) on the main process; gives its result on every rank.
-
-        A UserError raised by the work ends the other ranks too, silently: the main process alone talks.
-        """
-        key = f"once/{self._count}"
-        self._count += 1
-        if self._store is None:
-            return work()
-        if self.place.is_main:
-            try:
-                result = work()
-            except UserError:
-                self._store.set(key, b"!")
-                raise
-            self._store.set(key, b"=" + result)
-            return result
-        while not self._store.check([key]):
-            time.sleep(0.2)
-        answer = self._store.get(key)
-        if answer[:1] == b"!":
-            raise UserError()
-        return answer[1:]
 
 
 def peak_memory_gib(place: Place) -> float:

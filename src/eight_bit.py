@@ -76,11 +76,13 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The product of `input` (... x in) with the 8-bit weight, plus the bias: ... x out."""
         ctx.save_for_backward(codes, scales)
         return torch.ops.whisper_ddp.product_8bit(input, codes, scales, bias)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """The gradient of the input alone; codes, scales and bias are frozen."""
         codes, scales = ctx.saved_tensors
         return torch.ops.whisper_ddp.input_gradient_8bit(gradient, codes, scales), None, None, None
 

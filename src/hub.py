@@ -16,6 +16,7 @@ from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled
 from audio import as_file
 from config import DataSource
 from faults import UserError
+from hub_ids import is_hub_id
 from manifest import BadRow, Row, build_row, choose_columns
 
 ROWS_AT_ONCE = 1000  # of the columns beside the sound
@@ -86,15 +87,27 @@ class HubSet:
 
 
 def open_hub_set(
-    source: DataSource, place: str, *, audio_column: str | None, text_column: str | None, streaming: bool = False
+    source: DataSource,
+    place: str,
+    *,
+    audio_column: str | None,
+    text_column: str | None,
+    keys: dict[str, str] | None = None,
+    streaming: bool = False,
 ) -> HubSet:
     """Loads the split of a source, from the Hub, the cache, or a local folder; with `streaming` nothing but its description.
 
-    `place` is the source's place in the recipe. Raises UserError when it cannot be had, or lacks a column.
+    `place` is the source's place in the recipe, `keys` as in `manifest.choose_columns`. Raises UserError when it cannot be
+    had, or lacks a column.
     """
-    if source.hub.startswith((".", "/", "~")) and not os.path.isdir(source.hub) or source.hub.endswith((".jsonl", ".csv", ".tsv")):
+    is_local = os.path.isdir(source.hub)
+    if not is_local and not is_hub_id(source.hub) or source.hub.endswith((".jsonl", ".csv", ".tsv")):
         raise UserError(f"{place}.hub: there is no folder {source.hub}; a manifest is named by path")
-    if source.revision == PARQUET_COPY and not source.config and not os.path.isdir(source.hub):
+    if is_local and source.revision not in (None, PARQUET_COPY):
+        raise UserError(f"{place}.revision: belongs to sets on the Hub; {source.hub} is a folder on this machine, which has none")
+    if streaming and "[" in source.split:
+        raise UserError(f"{place}.split: {source.split} is a part of a split, and a stream reads whole ones; leave the brackets out")
+    if source.revision == PARQUET_COPY and not source.config and not is_local:
         raise UserError(f"{place}.config: is missing; at {PARQUET_COPY} a set without one is all of its configurations at once")
     part = {"data_dir" if source.revision == PARQUET_COPY else "name": source.config}
     try:
@@ -102,21 +115,28 @@ def open_hub_set(
         features = rows.features or rows._resolve_features().features
     except (DatasetsError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         raise UserError(_explain(error, source, place)) from error
-    audio_column, text_column = _choose_columns(features, source.name, audio_column=audio_column, text_column=text_column)
-    if not _can_hold_sound(features[audio_column]):
-        raise UserError(f"{source.name}: column '{audio_column}' holds no sound; set {place}.audio_column")
+    audio_column, text_column = _choose_columns(features, source.name, audio=audio_column, text=text_column, keys=keys)
+    _refuse_column_without_sound(features, audio_column, source, key=(keys or {}).get("audio", f"{place}.audio_column"))
     rows = rows.select_columns([name for name in features if name in (audio_column, text_column) or _is_plain(features[name])])
     if not _is_decoded(features[audio_column]):
         rows = rows.cast_column(audio_column, Audio(decode=False))
     return HubSet(source, rows, audio_column, text_column)
 
 
-def _choose_columns(features: Features, name: str, *, audio_column: str | None, text_column: str | None) -> list[str]:
+def _choose_columns(features: Features, name: str, *, audio: str | None, text: str | None, keys: dict[str, str] | None) -> list[str]:
     """As for manifests, but that a column declared as sound is known by that, whatever its name."""
     sounds = [column for column, feature in features.items() if isinstance(feature, Audio)]
-    if audio_column is None and len(sounds) == 1:
-        audio_column = sounds[0]
-    return choose_columns(name, features, audio=audio_column, text=text_column)
+    if audio is None and len(sounds) == 1:
+        audio = sounds[0]
+    return choose_columns(name, features, audio=audio, text=text, keys=keys)
+
+
+def _refuse_column_without_sound(features: Features, audio_column: str, source: DataSource, *, key: str) -> None:
+    """Text is taken for paths of sound files only where no column of the set holds sound."""
+    sounds = [column for column, feature in features.items() if _can_hold_sound(feature) and not _is_plain(feature)]
+    if not _can_hold_sound(features[audio_column]) or (sounds and audio_column not in sounds):
+        known = f"sound is in {' and '.join(sounds)}" if sounds else "no column of the set does"
+        raise UserError(f"{source.name}: column '{audio_column}' holds no sound ({known}); set {key}")
 
 
 def _is_decoded(feature: Any) -> bool:
@@ -167,7 +187,7 @@ def _explain(error: Exception, source: DataSource, place: str) -> str:
             f"{place}.hub: {name} is a loading script, and those are never run: the Hub may have a copy of it, "
             f"{place}.revision: {PARQUET_COPY}; else convert the set to Parquet, or write a manifest"
         )
-    if "Unknown split" in text and known:
+    if ("Unknown split" in text or "Bad split" in text) and known:
         return f"{place}.split: {name} has no split {source.split}; there are {known}"
     if "BuilderConfig" in text and known:
         return f"{place}.config: {name} has no configuration {source.config}; there are {known}"
@@ -176,9 +196,15 @@ def _explain(error: Exception, source: DataSource, place: str) -> str:
     if "Revision" in text and source.revision:
         return f"{place}.revision: {name} has no revision {source.revision}; see {page}/tree/main"
     if any(isinstance(cause, (ConnectionError, OfflineModeIsEnabled)) for cause in _causes(error)) or "find cache" in text:
-        return f"{place}.hub: {name} is not in the cache and the Hub cannot be reached; give a local folder, or load it once with a network"
+        return (
+            f"{place}.hub: there is no folder {name} here, and as a set on the Hub {name} is not in the cache and the Hub cannot be "
+            "reached; give a local folder, or load it once with a network"
+        )
     if isinstance(error, DatasetNotFoundError):
-        return f"{place}.hub: there is no set {name} that you can read; see {page}, and if it is private: hf auth login"
+        return (
+            f"{place}.hub: there is no folder {name} here, and on the Hub no set {name} that you can read; see {page}, "
+            "and if it is private: hf auth login"
+        )
     deepest = [cause for cause in _causes(error)][-1]
     said = " ".join(str(deepest).split())
     return f"{place}.hub: {name} cannot be loaded: {text}" + (f": {said}" if said and said not in text else "")

@@ -118,7 +118,7 @@ class LabelBuilder:
             if self.task_of(row) != "transcribe":
                 return "this model knows English only and cannot translate"
         elif language is None:
-            return "the row names no language and model.language is not set"
+            return "the row names no language and model.language is not set; --model.language hi gives it to all rows without their own"
         elif f"<|{language}|>" not in self.base.generation_config.lang_to_id:
             return f"this model has no token for {language}" if language in LANGUAGES else nearest_languages(language)
         return None

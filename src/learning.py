@@ -1,5 +1,6 @@
 """Does the model learn, and is what was saved what was learnt? Checks for training that looks normal and teaches nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from model import load_weights, trainable_parameters
 class LearningCheck(TrainerCallback):
     """Stops a run that teaches nothing within its first two real steps.
 
-    A real step was not skipped by the gradient scaler and had a learning rate above zero. After the first, every LoRA B
+    A real step was not skipped (`was_skipped`, of no arguments, tells after it) and had a learning rate above zero. After the first, every LoRA B
     matrix must have moved; after the second, every other trained tensor too (the gradient of A is exactly zero while B
     is). Every trained tensor must have a finite gradient.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, was_skipped: Callable[[], bool]):
+        self.was_skipped = was_skipped
         self.tensors = dict(trainable_parameters(model))
         self.before: dict[str, torch.Tensor] = {}
         self.steps = 0
@@ -31,7 +33,7 @@ class LearningCheck(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judges a run without any real step."""
         if state.global_step > self.first_step and not self.steps:
-            raise RuntimeError("no step changed the model: the learning rate was 0, or the gradient scaler skipped every step")
+            raise RuntimeError("no step changed the model: the learning rate was 0, or every step was skipped")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remembers the tensors before the first real step."""
@@ -41,8 +43,7 @@ class LearningCheck(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judges gradients and moves after each of the first two real steps."""
-        skipped = getattr(kwargs["optimizer"], "step_was_skipped", False)
-        if self.steps >= 2 or skipped or self.learning_rate == 0.0:
+        if self.steps >= 2 or self.learning_rate == 0.0 or self.was_skipped():
             return
         self.steps += 1
         broken = [n for n, t in self.tensors.items() if t.grad is None or not torch.isfinite(t.grad).all()]
@@ -59,6 +60,15 @@ class LearningCheck(TrainerCallback):
         """Whether a step of the learning rate's size is more than half the spacing of the tensor's smallest number."""
         tensor = self.tensors[name]
         return self.learning_rate > tensor.abs().min().item() * torch.finfo(tensor.dtype).eps / 2
+
+
+def check_weights(model: torch.nn.Module) -> None:
+    """Raises FloatingPointError naming the trained tensors that are not finite."""
+    tensors = dict(trainable_parameters(model))
+    finite = torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).tolist()
+    broken = [name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite]
+    if broken:
+        raise FloatingPointError(f"not finite: {_few(broken)}")
 
 
 def _few(names: list[str]) -> str:

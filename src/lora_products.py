@@ -83,6 +83,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input, stored, scales, bias, a, b, scaling: float) -> torch.Tensor:
+        """The frozen product plus the scaled one of the adapter: ... x out."""
         result, inner = torch.ops.whisper_ddp.adapted_product(input, stored, scales, bias, a, b, scaling)
         ctx.save_for_backward(input, inner, stored, scales, a, b)
         ctx.scaling = scaling
@@ -90,6 +91,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the input and of both matrices of the adapter."""
         input, inner, stored, scales, a, b = ctx.saved_tensors
         of_input, of_a, of_b = torch.ops.whisper_ddp.adapted_gradients(
             gradient, input, inner, stored, scales, a, b, ctx.scaling

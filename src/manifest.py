@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import unicodedata
 from collections.abc import Iterable
 from contextlib import suppress
@@ -20,6 +21,7 @@ KNOWN_COLUMNS = {  # names that public speech sets use
 }
 TASKS = ("transcribe", "translate")
 NOT_SET = ("", "None", "null", "none")  # for language and task, which tables often fill with such words
+_LIKE_A_FILE = re.compile(r"\.(wav|flac|mp3|ogg|opus|m4a|aiff?|webm)$", re.IGNORECASE)  # no column is called so
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +79,15 @@ def read_manifest(
     audio_column: str | None = None,
     text_column: str | None = None,
     fixed: dict[str, str] | None = None,
+    keys: dict[str, str] | None = None,
 ) -> tuple[list[Row], list[BadRow]]:
     """The rows of a .jsonl, .csv or .tsv manifest in order, and apart the rows with a field that cannot be used (reason bad_field).
 
     `path` may be a folder with one of metadata.jsonl, metadata.csv and metadata.tsv. Audio paths are relative to `audio_folder`,
     itself relative to the manifest; None: next to it. UTF-8 with an optional byte-order mark; blank lines are skipped and counted,
     and an empty field is not set. A column that isn't named is one of the well-known names if exactly one is there; `fixed` columns
-    have that value in every row. Whether the sound exists is for the check to tell. Raises UserError with every fault that makes
-    the file unusable.
+    have that value in every row; `keys` as in `choose_columns`. Whether the sound exists is for the check to tell. Raises UserError
+    with every fault that makes the file unusable.
     """
     path = find_table(str(path))
     folder = os.path.join(os.path.dirname(path), audio_folder or "")
@@ -94,7 +97,7 @@ def read_manifest(
     if not records:
         raise UserError(f"{path}: there are no rows in this file")
     listed = dict.fromkeys(column for _, record in records for column in record)
-    audio_column, text_column = choose_columns(path, listed, audio=audio_column, text=text_column)
+    audio_column, text_column = choose_columns(path, listed, audio=audio_column, text=text_column, keys=keys)
     rows, bad_rows = [], []
     for index, (line, record) in enumerate(records):
         records[index] = None  # a million records as dictionaries and as rows would not both fit
@@ -104,18 +107,26 @@ def read_manifest(
     return rows, bad_rows
 
 
-def choose_columns(path: str, columns: Iterable[str], **wanted: str | None) -> list[str]:
-    """The column for each kind (audio, text): the wanted one, or the only one with a well-known name; raises UserError."""
-    columns = list(columns)
+def choose_columns(
+    path: str, columns: Iterable[str], *, audio: str | None, text: str | None, keys: dict[str, str] | None = None
+) -> list[str]:
+    """The columns of audio and text: the wanted one each, or the only one with a well-known name; raises UserError.
+
+    `keys` are the recipe's keys for the two columns as they were typed; None: those of the data section.
+    """
+    columns, keys, wanted = list(columns), keys or {}, {"audio": audio, "text": text}
     listed = _as_valid_text(", ".join(columns[:SHOWN_FAULTS]))
+    if any(_LIKE_A_FILE.search(column) for column in columns) and not {*columns} & {*KNOWN_COLUMNS["audio"], audio}:
+        raise UserError(f"{path}:1: line 1 must name the columns, such as audio and text; it looks like a row: {listed}")
     chosen, problems = [], []
     for kind, column in wanted.items():
         present = [known for known in (KNOWN_COLUMNS[kind] if column is None else (column,)) if known in columns]
+        key = keys.get(kind, f"data.{kind}_column")
         if not present:
-            problems.append(f"{path}: column '{column or kind}' is not there; columns are {listed}; set data.{kind}_column")
+            problems.append(f"{path}: column '{column or kind}' is not there; columns are {listed}; set {key}")
         elif len(present) > 1:
             names = " and ".join(present)
-            problems.append(f"{path}: {names} could each be the {kind} column; set data.{kind}_column to one of them")
+            problems.append(f"{path}: {names} could each be the {kind} column; set {key} to one of them")
         elif column is None and present[0] != kind:
             logger.info("%s: the %s column is '%s'", path, kind, present[0])
         chosen += present[:1]

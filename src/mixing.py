@@ -1,7 +1,9 @@
-"""In which order does an epoch meet the rows of several sources? By weight, and no row again before all of its source were met."""
+"""In which order does an epoch meet the rows? By the weight of their source, and none again before all of its source were met."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -25,18 +27,22 @@ class Mix:
         return [max(1, round(weight * size)) if size else 0 for size, weight in zip(self.sizes, self.weights, strict=True)]
 
 
-class WeightedSampler(Sampler[int]):
-    """Row numbers of one epoch; the sources' rows follow one another. The order depends on seed and epoch alone."""
+class TrainingSampler(Sampler[int]):
+    """Row numbers of one epoch; the sources' rows follow one another. The order depends on seed and epoch alone.
 
-    def __init__(self, mix: Mix, *, seed: int):
-        self.mix, self.seed, self.epoch = mix, seed, 0
+    An epoch is a whole number of global batches, filled up from its own beginning: however these are split between
+    processes and accumulation, each step has the same rows.
+    """
+
+    def __init__(self, mix: Mix, *, seed: int, global_batch_size: int):
+        self.mix, self.seed, self.global_batch_size, self.epoch = mix, seed, global_batch_size, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration gives."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return sum(self.mix.clips)
+        return math.ceil(sum(self.mix.clips) / self.global_batch_size) * self.global_batch_size
 
     def __iter__(self) -> Iterator[int]:
         chosen, first = [], 0
@@ -44,7 +50,7 @@ class WeightedSampler(Sampler[int]):
             chosen += [first + row for row in self._choose_rows(source, size, count)]
             first += size
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(chosen))
-        return iter([chosen[place] for place in order])
+        return islice(cycle([chosen[place] for place in order]), len(self))
 
     def _choose_rows(self, source: int, size: int, count: int) -> list[int]:
         """`count` rows of an endless row of passes over the source, each in an order of its own, from where the last epoch ended."""

@@ -25,6 +25,7 @@ from device import Place, check_placement, model_tensors
 from eight_bit import use_dequantized_products
 from faults import UserError, first_line
 from four_bit import keep_product_type
+from hub_ids import is_hub_id
 
 MODEL_FILE = "model.safetensors"
 # Tokens in front of the first text token: start, language, task, no-timestamps; English-only models have no language and task.
@@ -72,7 +73,7 @@ def read_base_model(model: ModelConfig, *, max_new_tokens: int | None, num_beams
     """
     folder = Path(model.name)
     is_local = folder.is_dir()
-    if not is_local and (folder.is_absolute() or model.name.startswith((".", "~")) or model.name.count("/") > 1):
+    if not is_local and not is_hub_id(model.name):
         raise UserError(f"model.name: there is no folder {model.name}")
     name = str(folder.resolve()) if is_local else model.name
     try:
@@ -83,8 +84,10 @@ def read_base_model(model: ModelConfig, *, max_new_tokens: int | None, num_beams
         for token in ("<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"):
             token_id(tokenizer, token)
     except Exception as error:
-        hint = "" if is_local else "; give a folder, or a Hub id that this machine can reach"
-        raise UserError(f"model.name: {model.name} cannot be read: {first_line(error)}{hint}") from error
+        said = first_line(error)
+        if not is_local:
+            said = f"there is no such folder here, and as a Hub id: {said}; give a folder, or a Hub id that this machine can reach"
+        raise UserError(f"model.name: {model.name} cannot be read: {said}") from error
     if config.model_type != "whisper":
         raise UserError(f"model.name: {model.name} is a {config.model_type} model, not Whisper")
     if len(tokenizer) > config.vocab_size:
@@ -267,9 +270,11 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, compute_type: torch.d
     trained = sum(parameter.numel() for _, parameter in trainable_parameters(model))
     stored = {"8bit": "8-bit", "4bit": "4-bit", "none": "unquantised"}[recipe.model.quantization]
     adapted = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    line = f"{recipe.model.name}: {total / 1e6:.1f} M parameters, {stored}, computed in {str(compute_type).removeprefix('torch.')}"
+    if not recipe.training["do_train"]:
+        return line + (f"; with the adapter {recipe.model.adapter}" if recipe.model.adapter else "")
     return (
-        f"{recipe.model.name}: {total / 1e6:.1f} M parameters, {stored}, computed in {str(compute_type).removeprefix('torch.')}; "
-        f"{trained / 1e6:.2f} M trained in float32 ({100 * trained / total:.2f} %)"
+        f"{line}; {trained / 1e6:.2f} M trained in float32 ({100 * trained / total:.2f} %)"
         + (f", adapters on {describe_sides(adapted)}" if adapted else "")
         + (", the encoder frozen" if recipe.model.freeze_encoder else "")
     )

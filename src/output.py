@@ -2,34 +2,28 @@
 
 import json
 import os
-import platform
 import re
 import tempfile
-import zipfile
-import zlib
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
 from transformers import GenerationConfig, WhisperProcessor
 
 from adapters import ADAPTER_FILE
+from checkpoints import SAVING, asks_for_more, list_checkpoints, naming_the_file, remove_leftovers
 from config import Recipe, TrainingConfig, dump_recipe
 from device import Place, describe_place
 from faults import UserError
+from lock import lock_folder
 from manifest import Row
 from model import MODEL_FILE, BaseModel
-from scores import count_word_errors, paired_p_value
+from scores import NORMALIZERS, count_word_errors, paired_p_value
+from versions import library_versions
 
-RECIPE_FILE, RESULTS_FILE, BASELINE_FILE, STATE_FILE = "recipe.yaml", "results.json", "baseline.json", "trainer_state.json"
-CHECKSUMS_FILE = "checksums.json"
-# What a resumed run reads and one process writes; random states of several ranks are left to the checksums in their zip format.
-CHECKED_FILES = (ADAPTER_FILE, MODEL_FILE, "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE_FILE)
-LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "evaluate", "jiwer", "librosa")
+RECIPE_FILE, RESULTS_FILE = "recipe.yaml", "results.json"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -48,99 +42,50 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The folders checkpoint-N, oldest step first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
-
-
-def compute_checksum(path: Path) -> int:
-    """CRC-32 of a file: it stands against disks and copies, not against people, and is fast on gigabytes."""
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def write_checksums(checkpoint: Path) -> None:
-    """Writes the checksums of what a resumed run reads: safetensors and JSON have none of their own."""
-    paths = [path for path in map(checkpoint.joinpath, CHECKED_FILES) if path.is_file()]
-    write_json(checkpoint / CHECKSUMS_FILE, {path.name: compute_checksum(path) for path in paths})
-
-
-def find_damage(checkpoint: Path) -> str | None:
-    """What makes a checkpoint unusable; None for a complete one. Without checksums (a run ended while it wrote them) only its form tells."""
-    weights = next((checkpoint / name for name in (ADAPTER_FILE, MODEL_FILE) if (checkpoint / name).is_file()), None)
-    if weights is None:
-        return "it holds no weights"
+def describe_finished_run(folder: Path, recipe: Recipe) -> str:
+    """What to tell in place of resuming a run whose results are written and of which nothing more is asked; else ""."""
+    if recipe.run.resume == "never" or not recipe.training["do_train"]:
+        return ""
     try:
-        json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        with safe_open(weights, framework="pt") as file:
-            file.keys()
-        if (checkpoint / CHECKSUMS_FILE).is_file():
-            for name, expected in json.loads((checkpoint / CHECKSUMS_FILE).read_text(encoding="utf-8")).items():
-                # One that is missing is judged below: a run can go on without random states.
-                if (checkpoint / name).is_file() and compute_checksum(checkpoint / name) != expected:
-                    return f"{name} is damaged"
-        states = [path.name for path in checkpoint.glob("rng_state*.pth")]
-        for name in ("optimizer.pt", "scheduler.pt", *states):
-            with zipfile.ZipFile(checkpoint / name) as file:
-                if file.testzip():
-                    return f"{name} is damaged"
-    except Exception as error:  # a damaged file makes its reader raise whatever it meets
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return None
-
-
-def find_checkpoint(folder: Path, *, world_size: int) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint to go on from, and lines worth telling: what was passed over, what is not exact."""
-    notes = []
-    for checkpoint in reversed(checkpoints(folder)):
-        damage = find_damage(checkpoint)
-        if damage is None:
-            ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
-            if not all((checkpoint / name).is_file() for name in ranks):
-                notes.append(
-                    f"warning: {checkpoint.name} holds no random states for {world_size} processes: "
-                    "shuffling and dropout are not repeated exactly"
-                )
-            return checkpoint, notes
-        notes.append(f"warning: {checkpoint} is passed over: {damage}")
-    return None, notes
-
-
-def find_earlier_part(folder: Path, *, world_size: int) -> bytes:
-    """What a resumed run goes on from, as JSON: `checkpoint` (path or null), `notes` worth telling, `steps` that it has,
-    whether it `is_finished`, and the `baseline` scores."""
-    checkpoint, notes = find_checkpoint(folder, world_size=world_size)
-    found: dict[str, Any] = {"checkpoint": None, "notes": notes, "steps": 0, "is_finished": False, "baseline": {}}
-    if checkpoint:
-        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        found |= {"checkpoint": str(checkpoint), "baseline": read_baseline(folder), "steps": state["global_step"]}
-        found["is_finished"] = state["global_step"] >= state["max_steps"]
-    return json.dumps(found).encode()
+        results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+        status, why, part = results["status"], results.get("why", ""), results["train"]
+        steps, last, epochs = part["steps"], part["max_steps"], part["epochs"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""  # not written yet, or those of a run that only scored
+    patience = recipe.run.early_stopping_patience
+    ended = re.fullmatch(r"no better \S+ in (\d+) evaluations?", why)
+    if status == "stopped_early" and ended and patience and patience <= int(ended[1]):
+        return f"{folder} is finished ({steps:,} of {last:,} steps, {why}); to train on: --run.early_stopping_patience MORE"
+    if status != "finished" or asks_for_more(recipe, steps=steps, epochs=epochs):
+        return ""
+    return f"{folder} is finished ({steps:,} of {last:,} steps); to train on: --training.max_steps MORE"
 
 
 def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
-    """Makes the output folder, or looks at the earlier run in it.
+    """Makes the output folder, or looks at the earlier run in it; no other run can take it until this process ends.
 
     Returns the differences, a line each, between the earlier run's recipe and this one when resuming; else "". Raises
-    UserError when the folder holds an earlier run and the recipe does not resume, or when it cannot be written.
+    UserError when another run is writing there, when the folder holds an earlier run and the recipe does not resume, or
+    when it cannot be written.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / ".writable", "")
+        (folder / ".writable").unlink()
+        lock_folder(folder)
+    except OSError as error:
+        raise UserError(f"training.output_dir: {folder} cannot be written: {error.strerror}") from None
     held = [name for name in (RECIPE_FILE, RESULTS_FILE) if (folder / name).exists()]
-    held += [path.name for path in checkpoints(folder)]
+    held += [path.name for path in list_checkpoints(folder)]
     if held and recipe.run.resume == "never":
         raise UserError(
             f"training.output_dir: {folder} holds an earlier run ({', '.join(held[:3])}). Choose another folder, "
             "or go on with it: --run.resume auto"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / ".writable", "")
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise UserError(f"training.output_dir: {folder} cannot be written: {error.strerror}") from None
+    if not recipe.training["do_train"] and any((folder / name).is_file() for name in (ADAPTER_FILE, MODEL_FILE)):
+        raise UserError(f"training.output_dir: {folder} holds a trained model, and scoring would replace its results. Choose another folder")
+    if not recipe.check_only:  # a check looks at the folder of a run that may be at work
+        remove_leftovers(folder)
     if not (folder / RECIPE_FILE).is_file():
         return ""
     try:
@@ -150,8 +95,9 @@ def prepare_output_dir(folder: Path, recipe: Recipe) -> str:
     if not isinstance(saved, dict):
         return f"warning: {folder / RECIPE_FILE} cannot be read; whether settings differ is not known"
     differences = compare_recipes(saved, dump_recipe(recipe))
-    fixed = [line for line in differences.splitlines() if re.search(r": (lora\.|model\.(name|quantization|freeze_encoder))", line)]
-    if fixed and checkpoints(folder):
+    words = r": (lora\.|model\.(name|quantization|freeze_encoder)|model\.adapter: (null ->|.* -> null$))"
+    fixed = [line for line in differences.splitlines() if re.search(words, line)]
+    if fixed and list_checkpoints(folder):
         raise UserError(*(f"{line}; a run goes on with the model it began with" for line in fixed))
     return differences
 
@@ -160,21 +106,16 @@ def compare_recipes(saved: dict[str, Any], current: str) -> str:
     """One line for every setting that differs; how the run resumes is no difference."""
     now = yaml.safe_load(current)
     lines = []
+    adapters = [(recipe.get("model") or {}).get("adapter") for recipe in (saved, now)]
     for section in now:
+        if section == "lora" and (adapters[0] is None) != (adapters[1] is None):
+            continue  # the keys beside an adapter, whose own settings stay, are others than those of a new one
         before, after = saved.get(section) or {}, now[section] or {}
         for key in sorted({*before, *after} - {"resume"}):
             if before.get(key) != after.get(key):
                 change = f"{json.dumps(before.get(key))} -> {json.dumps(after.get(key))}"
                 lines.append(f"differs from the run that is resumed: {section}.{key}: {change}")
     return "\n".join(lines)
-
-
-def read_baseline(folder: Path) -> dict[str, Any]:
-    """The scores of the untouched model that an earlier part of this run has left; empty when there are none."""
-    try:
-        return json.loads((folder / BASELINE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 def check_files_can_be_read_back(base: BaseModel) -> None:
@@ -198,20 +139,16 @@ def check_files_can_be_read_back(base: BaseModel) -> None:
 
 def save_model(folder: Path, model: torch.nn.Module, base: BaseModel) -> None:
     """Writes adapter or model, processor and generation config into a folder beside and moves them into `folder`."""
-    beside = folder / f".saving.{os.getpid()}"
+    beside = folder / f"{SAVING}.{os.getpid()}"
     model.config.use_cache, model.config.apply_spec_augment = True, False
-    model.save_pretrained(beside)
-    base.processor.save_pretrained(beside)
-    base.processor.feature_extractor.save_pretrained(beside)  # preprocessor_config.json: converters look for it
-    base.generation_config.save_pretrained(beside)
+    with naming_the_file(beside):
+        model.save_pretrained(beside)
+        base.processor.save_pretrained(beside)
+        base.processor.feature_extractor.save_pretrained(beside)  # preprocessor_config.json: converters look for it
+        base.generation_config.save_pretrained(beside)
     for path in beside.iterdir():
         os.replace(path, folder / path.name)
     beside.rmdir()
-
-
-def library_versions() -> dict[str, str]:
-    """Library name -> version, Python included."""
-    return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
 
 
 def describe_run(recipe: Recipe, arguments: TrainingConfig, *, place: Place, compute_type: torch.dtype) -> dict[str, Any]:
@@ -278,62 +215,94 @@ def describe_gain(results: dict[str, Any]) -> list[str]:
         change = f"WER {final['wer']:.2f} %, CER {final['cer']:.2f} %"
         if before:
             change = f"WER {before['wer']:.2f} -> {final['wer']:.2f} %, CER {before['cer']:.2f} -> {final['cer']:.2f} %"
+            chance = results["paired_p_value"].get(name)
             if final["wer"] > before["wer"]:
                 change += "; training made it worse"
-            if name in results["paired_p_value"]:
-                change += f"; paired over the clips: p = {results['paired_p_value'][name]:.4f}"
+            if chance is not None:
+                change += f"; paired over the clips: p = {chance:.4f}{', within chance' if chance >= 0.05 else ''}"
         lines.append(f"{name}: {change} ({final['rows_scored']} of {final['rows_total']} rows)")
     return lines
 
 
 def write_model_card(folder: Path, recipe: Recipe, results: dict[str, Any]) -> None:
-    """README.md of the output folder: what it is, its scores, how to load it, what made it."""
+    """README.md of the output folder: what it is, its scores and how they were taken, lines that transcribe by it, what made it."""
     rows = "\n".join(
         f"| {name} | {_cell(results['baseline'].get(name), 'wer')} | {final['wer']:.2f} "
         f"| {_cell(results['baseline'].get(name), 'cer')} | {final['cer']:.2f} | {final['rows_scored']} of {final['rows_total']} |"
         for name, final in results["final"].items()
     )
-    if recipe.lora is None:
-        load = f'model = WhisperForConditionalGeneration.from_pretrained("{folder.name}")'
-    else:
-        load = (
-            f'base = WhisperForConditionalGeneration.from_pretrained("{recipe.model.name}")\n'
-            f'base.generation_config = GenerationConfig.from_pretrained("{folder.name}")\n'
-            f'model = PeftModel.from_pretrained(base, "{folder.name}")'
-        )
-    first, names = "", "WhisperForConditionalGeneration, WhisperProcessor"
-    if recipe.lora is not None:
-        first, names = "from peft import PeftModel\n", f"GenerationConfig, {names}"
+    is_local = Path(recipe.model.name).is_dir()
+    base = Path(recipe.model.name).resolve().name if is_local else recipe.model.name
+    languages = sorted({word for word in (recipe.model.language, *(s.language for s in recipe.data.sources().values())) if word})
     normalizers = sorted({name for final in results["final"].values() for name in final["normalizers"]})
-    front = {"base_model": recipe.model.name, "library_name": "peft" if recipe.lora else "transformers", "tags": ["whisper-ddp"]}
+    # Where the base is a folder, its path says nothing to other machines.
+    front = {} if is_local else {"base_model": base}
+    front |= {"language": languages} if languages else {}
+    front |= {"library_name": "peft" if recipe.lora is not None else "transformers", "tags": ["whisper-ddp"]}
+    before = "the untouched model"
+    if recipe.model.adapter:
+        adapter = Path(recipe.model.adapter).resolve().name
+        before = f"the adapter `{adapter}` (`model.adapter`) that training went on from, not of the base model"
+    stored = {"8bit": "8 bit", "4bit": "4 bit", "none": "their own type"}[results["quantization"]]
     write_text(
         folder / "README.md",
         f"""---
 {yaml.safe_dump(front, sort_keys=False)}---
-# {folder.name}
+# {folder.resolve().name}
 
-{recipe.model.name}, fine-tuned by whisper-ddp{' with LoRA' if recipe.lora is not None else ''}.
-
-Scores in percent over whole sets, greedy or beam search as in `generation_config.json`, clips up to 30 s.
-Normalised by: {', '.join(normalizers)}.
+{base}, fine-tuned by whisper-ddp{' with LoRA' if recipe.lora is not None else ''}.
+Language: {', '.join(languages) or 'as each row says'}. Task: {recipe.model.task}, where a row names no other.
 
 | set | WER before | WER after | CER before | CER after | rows |
 |---|---|---|---|---|---|
 {rows}
 
+In percent over whole sets, clips up to 30 s, {_describe_search(recipe)}. "Before" is the score of {before}.
+Scores were taken with frozen weights in {stored}, computed in {results['compute_type']}; the lines below load float32, which may differ a little.
+Both texts were normalised first: {'; '.join(f'`{name}`: {NORMALIZERS[name]}' for name in normalizers)}.
+
 Trained without time tokens: timestamps of this model are worth little.
 
-```python
-{first}from transformers import {names}
+## Use
 
-{load}
-processor = WhisperProcessor.from_pretrained("{folder.name}")
-```
+Run these lines inside this folder; elsewhere, name the folder, or the Hub repository that holds it.
+
+```python
+{_write_code(base, is_local=is_local, with_adapter=recipe.lora is not None)}```
 
 Steps: {results['train'].get('steps', 0)}. Processes: {results['world_size']}. Global batch: {results['global_batch_size']}.
 The whole recipe is in `recipe.yaml`, all figures in `results.json`, rows left out in `data_report.json`.
 """,
     )
+
+
+def _describe_search(recipe: Recipe) -> str:
+    beams = recipe.training["generation_num_beams"] or 1
+    return "greedy search" if beams == 1 else f"search with {beams} beams"
+
+
+def _write_code(base: str, *, is_local: bool, with_adapter: bool) -> str:
+    """The card's lines that load the model and transcribe a file. A base that was a local folder has to be put in by hand."""
+    comment = "  # put here the folder of this base model, or its Hub id" if is_local else ""
+    names = "GenerationConfig, WhisperForConditionalGeneration, WhisperProcessor"
+    load = f"""base = WhisperForConditionalGeneration.from_pretrained("{base}", dtype="float32"){comment}
+base.generation_config = GenerationConfig.from_pretrained(folder)
+model = PeftModel.from_pretrained(base, folder)
+"""
+    if not with_adapter:
+        names = names.removeprefix("GenerationConfig, ")
+        load = 'model = WhisperForConditionalGeneration.from_pretrained(folder, dtype="float32")\n'
+    return f"""import librosa
+{"from peft import PeftModel" + chr(10) if with_adapter else ""}from transformers import {names}
+
+folder = "."
+{load}processor = WhisperProcessor.from_pretrained(folder)
+
+sound, _ = librosa.load("clip.wav", sr=16_000)  # at most 30 s
+features = processor(sound, sampling_rate=16_000, return_tensors="pt").input_features
+ids = model.eval().generate(features)  # language and task of generation_config.json; others: language="fr", task="transcribe"
+print(processor.batch_decode(ids, skip_special_tokens=True)[0].strip())
+"""
 
 
 def _cell(scores: dict[str, Any] | None, key: str) -> str:
@@ -357,7 +326,7 @@ def draw_curves(folder: Path, history: list[dict[str, Any]], results: dict[str, 
 
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    left.plot(*zip(*losses, strict=True)) if losses else None
+    left.plot(*zip(*losses, strict=True), marker=".") if losses else None  # a line through one value would show nothing
     left.set(title="Training loss", xlabel="step", ylabel="nats per token")
     for name, final in results["final"].items():
         points = {entry["step"]: entry[f"eval_{name}_wer"] for entry in history if f"eval_{name}_wer" in entry}

@@ -8,13 +8,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import cycle, islice
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from audio import SAMPLE_RATE, WINDOW_SAMPLES, WINDOW_SECONDS
 from config import TrainingConfig
-from mixing import Mix, WeightedSampler
+from mixing import Mix, TrainingSampler
 
 # 0.2 s: longer than the closure of any stop consonant, so it is heard as a pause, and words cut tightly do not run together.
 PAUSE_SAMPLES = 3200
@@ -110,15 +111,15 @@ def split(windows: list[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
 class PackedSampler(Sampler[tuple[int, ...]]):
     """Windows of one epoch, each a tuple of row numbers, for a dataset that joins them; loader workers need no state.
 
-    They depend on the clips, the seed and the epoch alone, and hold the rows that `WeightedSampler` chooses for that epoch, each
-    as often as it does. Every epoch has the same number of windows, whole global batches of `whole`: where packing needs fewer,
-    windows are split, so that none has to be repeated. Only where an epoch has fewer clips than that is it one window a clip.
+    They depend on the clips, the seed and the epoch alone, and hold the rows that `TrainingSampler` chooses for that epoch, each
+    as often as it does. Every epoch has the same whole number of global batches: where packing needs fewer windows some are
+    split, so that none is repeated. Only an epoch of too few clips for that is a window a clip, filled up from its own beginning.
     A run has `epochs` epochs or `windows` windows, whichever ends it.
     """
 
-    def __init__(self, clips: Clips, *, seed: int, whole: int, epochs: float = 1, windows: float = math.inf):
+    def __init__(self, clips: Clips, *, seed: int, global_batch_size: int, epochs: float = 1, windows: float = math.inf):
         self.clips, self.seed, self.epoch = clips, seed, 0
-        self._length = _count_windows(clips, seed, whole, epochs=epochs, windows=windows)
+        self._length = _count_windows(clips, seed, global_batch_size, epochs=epochs, windows=windows)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration gives."""
@@ -136,7 +137,7 @@ class PackedSampler(Sampler[tuple[int, ...]]):
                 break
         windows = split(windows, len(self))
         numbers = rows.tolist()
-        for place in chance.permutation(len(windows)).tolist():
+        for place in islice(cycle(chance.permutation(len(windows)).tolist()), len(self)):
             yield tuple(numbers[clip] for clip in windows[place])
 
     def describe(self) -> str:
@@ -153,17 +154,17 @@ class PackedSampler(Sampler[tuple[int, ...]]):
 
 def build_packed_sampler(clips: Clips, arguments: TrainingConfig, *, world_size: int) -> PackedSampler:
     """The sampler of a run with these arguments over `world_size` processes."""
-    whole = world_size * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    size = world_size * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
     if arguments.max_steps > 0:
-        return PackedSampler(clips, seed=seed, whole=whole, epochs=math.inf, windows=arguments.max_steps * whole)
-    return PackedSampler(clips, seed=seed, whole=whole, epochs=arguments.num_train_epochs)
+        return PackedSampler(clips, seed=seed, global_batch_size=size, epochs=math.inf, windows=arguments.max_steps * size)
+    return PackedSampler(clips, seed=seed, global_batch_size=size, epochs=arguments.num_train_epochs)
 
 
 def _choose_rows(clips: Clips, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows of an epoch in ascending order, and their groups; a row's second time is of another group, so that it does not
     follow itself in a window."""
-    sampler = WeightedSampler(clips.mix, seed=seed)
+    sampler = TrainingSampler(clips.mix, seed=seed, global_batch_size=1)
     sampler.set_epoch(epoch)
     rows = np.sort(np.fromiter(sampler, dtype=np.int64, count=len(sampler)))
     numbers = np.arange(len(rows))
@@ -172,7 +173,7 @@ def _choose_rows(clips: Clips, seed: int, epoch: int) -> tuple[np.ndarray, np.nd
 
 
 @lru_cache(maxsize=1)  # for the log first, then for training
-def _count_windows(clips: Clips, seed: int, whole: int, *, epochs: float, windows: float) -> int:
+def _count_windows(clips: Clips, seed: int, global_batch_size: int, *, epochs: float, windows: float) -> int:
     """The windows of each epoch of a run: enough for every one of them.
 
     Where all rows are met each epoch, lengths in their strict order always need as many windows, so one epoch tells; else each
@@ -184,6 +185,6 @@ def _count_windows(clips: Clips, seed: int, whole: int, *, epochs: float, window
         chance = np.random.default_rng([seed, epoch, PACKING])
         needed = (len(pack(clips.sizes[rows], groups, chance=chance, spread=spread)) for spread in (SPREADS[0], SPREADS[-1]))
         most = max(most, *needed)
-        length = min(math.ceil(most / whole) * whole, len(rows))
+        length = math.ceil(most / global_batch_size) * global_batch_size
         epoch += 1
     return length

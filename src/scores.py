@@ -25,6 +25,11 @@ IGNORED_ID = -100
 
 _ENGLISH_RULES = "whisper-english-without-spelling-table"
 _DOTLESS_I_RULES = "marks-kept-dotless-i"
+NORMALIZERS = {  # what each does, for readers of scores
+    _ENGLISH_RULES: "Whisper's English rules, without turning British spellings into American ones",
+    "marks-kept": "lower case and no punctuation; every accent and vowel sign stays",
+    _DOTLESS_I_RULES: "lower case, with i and ı kept apart, and no punctuation; every accent stays",
+}
 _RULES = {
     **dict.fromkeys(["en", "english"], _ENGLISH_RULES),
     **dict.fromkeys(["tr", "turkish", "az", "azerbaijani"], _DOTLESS_I_RULES),

@@ -12,13 +12,16 @@ import numpy as np
 from tqdm import tqdm
 
 from config import DataConfig, DataSource, TrainingConfig
-from data_check import SetCheck, check_rows, describe, judge_set, write_data_report
-from device import Meeting, Place
-from faults import UserError
+from data_check import REPORT_FILE, SetCheck, check_rows, describe, judge_set, write_data_report
+from device import Place
+from faults import UserError, first_line
 from hub import HubSet, open_hub_set
 from labels import LabelBuilder
+from machines import check_same_files, measure_files
 from manifest import BadRow, Row, read_manifest
+from meeting import Meeting
 from mixing import Mix
+from overlaps import describe_overlaps
 from packing import Clips, build_packed_sampler
 from speakers import choose_speakers
 from streaming import FIRST_ROWS, read_first_rows
@@ -57,7 +60,8 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
     """Reads and checks the training set (`with_training`), under the name "train", and every validation set.
 
     The main process loads sets from the Hub, decodes each clip once and writes `data_report.json` and `.html` into `folder`;
-    the other ranks poll for its verdict and read the tables alone. Raises UserError with the problems of all sets.
+    the other ranks poll for its verdict and read the tables alone. Raises UserError with the problems of all sets, and when
+    another machine's files are not the main process's own.
     """
     places = _list_places(data, with_training=with_training)
     opened: dict[str, HubSet] = {}
@@ -66,13 +70,20 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
     def examine() -> bytes:
         tables.update(_read_sets(places, data, opened))
         checks = [_check_set(name, tables[name], data=data, labels=labels) for name in tables]
+        for check in checks[1:] if with_training else []:
+            check.notes += describe_overlaps(checks[0], check)
         write_data_report(folder, checks)
         for check in checks:
-            print(describe(check), flush=True)
+            print(describe(check), *check.notes, sep="\n", flush=True)
         problems = [
             problem
             for check in checks
-            for problem in judge_set(check, on_bad_row=data.on_bad_row, max_dropped_share=_most_dropped(check.name, data))
+            for problem in judge_set(
+                check,
+                on_bad_row=data.on_bad_row,
+                max_dropped_share=_most_dropped(check.name, data),
+                report=str(folder / REPORT_FILE),
+            )
         ]
         if problems:
             raise UserError(*problems)
@@ -85,12 +96,22 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
             }
             for check in checks
         }
-        return pickle.dumps((verdict, opened, _without_sound(tables["train"]) if with_training and data.streaming else None))
+        first_rows = _without_sound(tables["train"]) if with_training and data.streaming else None
+        traits = measure_files(_list_rows(tables)) if meeting.spans_machines else None
+        return pickle.dumps((verdict, pickle.dumps(opened), first_rows, traits))
 
-    verdict, opened, first_rows = pickle.loads(meeting.once(examine))
+    verdict, pickled, first_rows, traits = pickle.loads(meeting.once(examine))
     if first_rows:
         places.pop("train"), tables.pop("train", None)
-    tables = tables or _read_sets(places, data, opened)
+
+    def read() -> dict[str, list[Table]]:
+        opened.update(_open_again(pickled))
+        found = tables or _read_sets(places, data, opened)
+        if traits is not None and meeting.is_first_elsewhere:
+            check_same_files(_list_rows(found), traits)
+        return found
+
+    tables = meeting.together(read)
     tables |= {"train": first_rows} if first_rows else {}
     result = {}
     for name, facts in verdict.items():
@@ -100,7 +121,7 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
         parts = [[row for row in table.rows if next(numbers) not in facts["dropped"]] for table in tables[name]]
         result[name] = CheckedSet([row for part in parts for row in part], facts["rows_total"], facts["seconds"])
         if name == "train":
-            _refuse_empty_sources(parts, data)
+            _refuse_empty_sources(parts, data, report=folder / REPORT_FILE)
             result[name].mix = Mix([len(part) for part in parts], [source.weight for source in data.train])
             result[name].streams = [opened[place] for place in opened if place.startswith("data.train[")] if first_rows else []
             if data.pack:
@@ -120,6 +141,20 @@ def _describe_clips(part: CheckedSet, lengths: tuple[np.ndarray, np.ndarray], la
     kinds = ((labels.language_of(row), labels.task_of(row), not row.text.strip()) for row in part.rows)
     groups = np.array([numbers.setdefault(kind, len(numbers)) for kind in kinds], dtype=np.int32)
     return Clips(*lengths, groups, token_room=labels.max_length - len(labels.prefix(part.rows[0])) - 1, mix=part.mix)
+def _open_again(pickled: bytes) -> dict[str, HubSet]:
+    """The sets that the main process has loaded from the Hub, read from the files in its cache."""
+    try:
+        return pickle.loads(pickled)
+    except OSError as error:
+        raise UserError(
+            f"sets from the Hub are loaded once, and this machine does not see the main process's cache ({first_line(error)}): "
+            "set HF_HOME to a folder on a disk that all machines share"
+        ) from error
+
+
+def _list_rows(tables: dict[str, list[Table]]) -> list[Row]:
+    """Every row that has a sound file of its own, in order."""
+    return [row for parts in tables.values() for table in parts for row in table.rows if row.store is None]
 
 
 def _number_dropped(tables: list[Table], check: SetCheck) -> set[int]:
@@ -129,11 +164,11 @@ def _number_dropped(tables: list[Table], check: SetCheck) -> set[int]:
     return {number for number, row in enumerate(rows) if id(row) not in kept}
 
 
-def _refuse_empty_sources(parts: list[list[Row]], data: DataConfig) -> None:
+def _refuse_empty_sources(parts: list[list[Row]], data: DataConfig, *, report: Path) -> None:
     empty = [number for number, part in enumerate(parts) if not part]
     if empty:
         names = {number: data.train[number].name for number in empty}
-        raise UserError(*(f"data.train[{number}]: no row of {name} can be used; data_report.json tells why" for number, name in names.items()))
+        raise UserError(*(f"data.train[{number}]: no row of {name} can be used; {report} tells why" for number, name in names.items()))
 
 
 def _is_streamed(name: str, data: DataConfig) -> bool:
@@ -176,7 +211,9 @@ def _read_sets(places: dict[str, dict[str, DataSource]], data: DataConfig, opene
 
 
 def _read_source(source: DataSource, place: str, *, data: DataConfig, opened: dict[str, HubSet]) -> Table:
-    columns = {"audio_column": source.audio_column or data.audio_column, "text_column": source.text_column or data.text_column}
+    names = ("audio_column", "text_column")
+    columns: dict = {name: getattr(source, name) or getattr(data, name) for name in names}
+    columns["keys"] = {name.removesuffix("_column"): f"{place if getattr(source, name) else 'data'}.{name}" for name in names}
     is_stream = data.streaming and place.startswith("data.train[")
     if source.hub and place not in opened:
         opened[place] = open_hub_set(source, place, streaming=is_stream, **columns)
@@ -184,18 +221,22 @@ def _read_source(source: DataSource, place: str, *, data: DataConfig, opened: di
         return Table(*read_first_rows(opened[place], place))
     if source.hub:
         rows, bad_rows = opened[place].read()
+    elif not os.path.exists(source.path):
+        raise UserError(f"{place}.path: there is no file or folder {source.path}; paths count from the working directory, {os.getcwd()}")
     else:
         rows, bad_rows = read_manifest(source.path, audio_folder=source.audio_folder, fixed=source.fixed_fields(), **columns)
     chosen = choose_speakers(rows, source, place)
     if len(chosen) < len(rows):
-        logger.info("%s: %s of %s rows are left out by speaker_share", source.name, f"{len(rows) - len(chosen):,}", f"{len(rows):,}")
+        left_out = f"{len(rows) - len(chosen):,} of {len(rows):,} rows"
+        logger.info("%s: %s of %s are left out by speaker_share", place, left_out, source.name)
     return Table(chosen, bad_rows)
 
 
 def _check_set(name: str, tables: list[Table], *, data: DataConfig, labels: LabelBuilder) -> SetCheck:
+    notes = []
     if _is_streamed(name, data):
-        print(f"{name} is streamed: the first {FIRST_ROWS} rows of each source are checked now, the others as they come", flush=True)
-    return check_rows(
+        notes = [f"{name} is streamed: the first {FIRST_ROWS} rows of each source were checked, the others are as they come"]
+    check = check_rows(
         [row for table in tables for row in table.rows],
         name=name,
         reader_bad_rows=[row for table in tables for row in table.bad_rows],
@@ -204,6 +245,18 @@ def _check_set(name: str, tables: list[Table], *, data: DataConfig, labels: Labe
         max_seconds=data.max_duration_seconds,
         cache_folder=None if _is_streamed(name, data) else cache_folder(),
     )
+    check.notes += notes
+    return check
+
+
+def count_steps(train: CheckedSet, arguments: TrainingConfig, *, world_size: int) -> tuple[int, float]:
+    """Optimiser steps of the whole run, and the epochs that they are (of a stream: of its first rows)."""
+    whole = world_size * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    packed = build_packed_sampler(train.clips, arguments, world_size=world_size) if train.clips else None
+    windows = len(packed) if packed else sum(train.mix.clips) if train.mix else len(train.rows)
+    an_epoch = math.ceil(windows / whole)
+    steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * an_epoch)
+    return steps, steps / an_epoch
 
 
 def describe_plan(train: CheckedSet, data: DataConfig, arguments: TrainingConfig, *, place: Place) -> str:
@@ -211,14 +264,10 @@ def describe_plan(train: CheckedSet, data: DataConfig, arguments: TrainingConfig
     are packed."""
     each, accumulated = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     whole = place.world_size * each * accumulated
-    steps = arguments.max_steps
     clips = train.mix.clips if train.mix else [len(train.rows)]
     packed = build_packed_sampler(train.clips, arguments, world_size=place.world_size) if train.clips else None
-    an_epoch = len(packed) if packed else sum(clips)
-    if steps <= 0:
-        micro_batches = math.ceil(an_epoch / (place.world_size * each))
-        steps = math.ceil(arguments.num_train_epochs * math.ceil(micro_batches / accumulated))
-    epochs = "streamed" if train.streams else f"{steps * whole / an_epoch:.1f} epochs"
+    steps, epochs = count_steps(train, arguments, world_size=place.world_size)
+    epochs = "streamed" if train.streams else f"{epochs:.1f} epochs"
     line = (
         f"{steps:,} steps ({epochs}) of {whole} {'windows' if packed else 'clips'} = {place.world_size} process"
         f"{'es' if place.world_size > 1 else ''} x {each} at once x {accumulated} accumulated"

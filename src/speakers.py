@@ -46,7 +46,8 @@ def choose_speakers(rows: list[Row], source: DataSource, place: str) -> list[Row
     for column in columns:
         if rows and not any(name_speaker(row, [column])[0] for row in rows):
             there = ", ".join(dict.fromkeys(name for row in rows for name in row.extra or ()))
-            raise UserError(f"{place}.speaker_column: no row of {source.name} has a value in '{column}'; other columns are {there}")
+            others = f"other columns are {there}" if there else "there are no other columns"
+            raise UserError(f"{place}.speaker_column: no row of {source.name} has a value in '{column}'; {others}")
     chosen = [row for row in rows if is_chosen(row, source)]
     if source.speaker_column is not None:
         for row in chosen:

@@ -5,6 +5,7 @@ as the recipe has steps, however many rows are dropped and wherever they lie.
 """
 
 import itertools
+import logging
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +32,8 @@ SHUFFLED_ROWS = 256  # clips that a reader holds as they are stored: 50 to 100 M
 JUDGED_ROWS = 1000  # rows over all processes from which on the share of dropped ones counts
 REMEMBERED_CLIPS = 10_000  # whose names can still be told when a loss is not finite: more than a process has in one step
 
+logger = logging.getLogger("manifest")  # the one that says what was taken from the tables
+
 
 @dataclass
 class Note:
@@ -46,15 +49,21 @@ def read_first_rows(hub_set: HubSet, place: str) -> tuple[list[Row], list[BadRow
     seen: list[Row] = []
     rows: list[Row] = []
     bad_rows: list[BadRow] = []
+    left_out = 0
     for row in _read_rows(hub_set.rows, hub_set):
         if isinstance(row, BadRow):
             bad_rows.append(row)
         else:
             seen += [row] if len(seen) < FIRST_ROWS else []
-            rows += [row] if is_chosen(row, hub_set.source) else []
+            is_own = is_chosen(row, hub_set.source)
+            rows += [row] if is_own else []
+            left_out += not is_own
         if len(rows) + len(bad_rows) >= FIRST_ROWS:
             break
     choose_speakers(seen, hub_set.source, place)
+    if left_out:
+        first = f"{left_out:,} of the first {left_out + len(rows):,} rows"
+        logger.info("%s: %s of %s are left out by speaker_share", place, first, hub_set.source.name)
     return rows, bad_rows
 
 

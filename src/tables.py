@@ -48,6 +48,7 @@ class _Problems:
         self.path, self.told, self.lines, self.last_line = path, [], 0, 0
 
     def add(self, fault: _Fault) -> None:
+        """Keeps a fault, if it is the first of its line."""
         if fault.line == self.last_line:
             return
         self.last_line = fault.line
@@ -57,6 +58,7 @@ class _Problems:
             self.told.append(f"{self.path}:{fault.line}{column}: {fault}")
 
     def stop_if_any(self) -> None:
+        """Raises UserError with what was kept."""
         more = self.lines - len(self.told)
         if self.told:
             raise UserError(*self.told, *([f"{self.path}: and {more} more lines that cannot be read"] if more else []))

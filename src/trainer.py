@@ -2,36 +2,56 @@
 
 import math
 import random
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate.utils import AutocastKwargs
+from accelerate.utils import AutocastKwargs, broadcast, broadcast_object_list, gather_object
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
-from transformers import EarlyStoppingCallback, EvalPrediction, Seq2SeqTrainer, TrainerCallback, TrainerState
+from transformers import (
+    EarlyStoppingCallback,
+    EvalPrediction,
+    PrinterCallback,
+    ProgressCallback,
+    Seq2SeqTrainer,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers.modeling_outputs import BaseModelOutput
 
+from checkpoints import (
+    SAVING,
+    STATE_FILE,
+    naming_the_file,
+    publish,
+    read_random_states,
+    reading_random_states,
+    remove_leftovers,
+    write_random_states,
+)
 from compiling import Computation, padded_length
 from config import Recipe, TrainingConfig, accumulation_steps, best_metric
 from console import say
 from device import Place, check_placement
 from faults import UserError, progress
+from finite import FiniteSteps
 from labels import LabelBuilder
+from learning import check_weights
 from manifest import Row
-from mixing import WeightedSampler
-from model import load_weights
-from output import write_checksums
+from mixing import Mix, TrainingSampler
+from model import load_weights, trainable_parameters
 from packing import PackedSampler, build_packed_sampler
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
 from speech import SpeechDataset, collate
+from stopping import StopAsked, stop_request
 from streaming import StreamedSpeech, StreamReport, build_loader
 
 SHOWN_CLIPS = 64  # named when a loss is not finite: about as many as eight packed windows hold
@@ -50,37 +70,6 @@ def mean_token_loss(
         outputs.logits.float().flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
     )
     return total / num_items_in_batch
-
-
-class FiniteLoss:
-    """Stops the run at a loss that is not finite, naming the clips; looks one micro-batch late so as not to wait for the device."""
-
-    def __init__(self, row_names: Callable[[Sequence[int]], str]):
-        self.row_names = row_names
-        self._last: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None] | None = None
-
-    def watch(self, loss: torch.Tensor, row_ids: torch.Tensor) -> None:
-        """Judges the loss before this one, then remembers this one."""
-        self.judge()
-        event = None
-        if loss.is_cuda:
-            event = torch.cuda.Event()
-            value = loss.detach().to("cpu", non_blocking=True)
-            event.record()
-        else:
-            value = loss.detach().clone()
-        self._last = (value, row_ids, event)
-
-    def judge(self) -> None:
-        """Raises FloatingPointError when the remembered loss is not finite."""
-        if self._last is None:
-            return
-        value, row_ids, event = self._last
-        self._last = None
-        if event is not None:
-            event.synchronize()
-        if not torch.isfinite(value):
-            raise FloatingPointError(f"the loss is {value.item()} on {self.row_names(row_ids.tolist())}")
 
 
 class ExplodingLoss(TrainerCallback):
@@ -148,6 +137,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         computation: how the model computes, in training, evaluation and generation alike.
         sets: the scored sets by name; the row ids of two sets differ.
         rows_total: set name -> rows the manifest had, dropped ones included.
+        max_skipped_steps: optimiser steps in a row that may be skipped because they are not finite.
     """
 
     # The names of public methods below are the stock trainer's own.
@@ -160,6 +150,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         computation: Computation,
         sets: dict[str, SpeechDataset],
         rows_total: dict[str, int],
+        max_skipped_steps: int,
         **stock: Any,
     ):
         args, base = stock["args"], labels.base
@@ -178,6 +169,9 @@ class WhisperTrainer(Seq2SeqTrainer):
         )
         # Accelerate wraps the model's forward by itself.
         self.accelerator.autocast_handler = AutocastKwargs(enabled=computation.needs_autocast)
+        if not place.is_main:  # the first process of another machine would talk, too
+            self.remove_callback(PrinterCallback)
+            self.remove_callback(ProgressCallback)
         # The loss hook smooths; the stock smoother would take the labels away first.
         self.label_smoother = None
         self.place, self.base, self.labels, self.computation = place, base, labels, computation
@@ -196,10 +190,15 @@ class WhisperTrainer(Seq2SeqTrainer):
         if isinstance(self.train_dataset, StreamedSpeech):
             self.stream = StreamReport(self.train_dataset.data, place.world_size)
             self.add_callback(TellDropped(self.stream))
-        self.finite_loss = FiniteLoss(self._name_clips)
+        self.finite_steps = FiniteSteps(self._name_clips, most_skipped=max_skipped_steps)
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
         self.windows, self.audio_seconds = 0, 0.0
         self._unchecked = {"training", "evaluation"}
+        # Why training ended on purpose before its last step; empty when it did not.
+        self.stopped = ""
+        self._resumed: Path | None = None
+        self._random_states: tuple | None = None
+        self.add_callback(StopTogether(self))
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager:
         """The one place where products get their type: training, evaluation and generation all run inside it."""
@@ -218,8 +217,20 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.windows, self.audio_seconds, started = 0, 0.0, time.perf_counter()
         self._logged, self._began = None, started
-        result = super().train(*args, **kwargs)
-        self.finite_loss.judge()
+        resumed = kwargs.get("resume_from_checkpoint")
+        self._resumed = Path(resumed) if resumed else None
+        result = None
+        try:
+            with progress.during("load", keeps=True):
+                result = super().train(*args, **kwargs)
+        except StopAsked as reason:
+            self.stopped = str(reason)
+            progress.keeps = False
+        except _TrainingIsOver:
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+                self._load_best_model()
+        if result is None:
+            self.is_in_train = False
         if self.stream:
             self.stream.judge()
         progress.phase = "load"
@@ -227,16 +238,18 @@ class WhisperTrainer(Seq2SeqTrainer):
         return result
 
     def summarize(self) -> dict[str, Any]:
-        """Figures of the training just done: steps in all, last logged loss (nats per token), speed over all processes
-        without evaluations and saves, and the shares of the wall clock that went into waiting for data and evaluating.
-
-        Seconds of audio are those that this process has heard, times the number of processes."""
+        """Figures of the training just done: steps in all, loss (nats per token, the mean over the steps of the last line
+        of the log), speed over all processes without evaluations and saves, and the shares of the wall clock that went
+        into waiting for data and evaluating. Seconds of audio are those of this process, times the number of processes."""
         seconds = self.seconds
         training = max(seconds["all"] - seconds["evaluate"] - seconds["save"], 1e-9)
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
         return {
             "steps": self.state.global_step,
+            "max_steps": self.state.max_steps,
+            "epochs": self.state.epoch,
             "loss": losses[-1] if losses else None,
+            "skipped_steps": self.finite_steps.skipped,
             "windows": self.windows,
             "windows_per_second": self.windows / training,
             "audio_seconds_per_second": self.audio_seconds / training,
@@ -246,8 +259,11 @@ class WhisperTrainer(Seq2SeqTrainer):
         }
 
     def finish_at(self, checkpoint: Path) -> None:
-        """Takes weights and state of a checkpoint that holds the last step already: there is nothing left to train."""
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        """Takes weights and state of a checkpoint that holds the last step already: at most the last evaluation is left to do."""
+        self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
+        if self._is_evaluation_due():
+            self.train(resume_from_checkpoint=str(checkpoint))
+            return
         load_weights(self.model, checkpoint)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
@@ -256,8 +272,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         """The stock loader, or that of a stream, which shares its rows out between the processes itself."""
         if self.stream is None:
             loader = super().get_train_dataloader()
-            if isinstance(self._mixing, (WeightedSampler, PackedSampler)):
-                loader.set_sampler(self._mixing)  # so that the epoch reaches it when the first batches are skipped, too
+            loader.set_sampler(self._sampler)  # so that the epoch reaches it when the first batches are skipped, too
             return loader
         return build_loader(
             self.train_dataset,
@@ -270,16 +285,15 @@ class WhisperTrainer(Seq2SeqTrainer):
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        mix, clips = getattr(self.train_dataset, "mix", None), getattr(self.train_dataset, "clips", None)
-        if clips:
-            self._mixing = build_packed_sampler(clips, self.args, world_size=self.args.world_size)
-        elif mix is None or mix.is_plain:
-            self._mixing = super()._get_train_sampler(train_dataset)
-        else:
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            self._mixing = WeightedSampler(mix, seed=seed)
-        return self._mixing
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> TrainingSampler | PackedSampler:
+        if self.train_dataset.clips:
+            self._sampler = build_packed_sampler(self.train_dataset.clips, self.args, world_size=self.args.world_size)
+            return self._sampler
+        mix = self.train_dataset.mix or Mix([len(self.train_dataset)], [1.0])
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        global_batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        self._sampler = TrainingSampler(mix, seed=seed, global_batch_size=global_batch_size)
+        return self._sampler
 
     def _name_clips(self, row_ids: Sequence[int]) -> str:
         if self.stream:
@@ -294,12 +308,24 @@ class WhisperTrainer(Seq2SeqTrainer):
             data, pauses, passed = (new - old for new, old in zip(spent, self._logged or (0.0, 0.0, self._began), strict=True))
             logs["data_wait_share"] = round(data / max(passed - pauses, 1e-9), 4)
             self._logged = spent
+            steps, finite = self.finite_steps.count_finite()
+            if finite:
+                logs["loss"] *= steps / finite
+            else:
+                del logs["loss"]
+            if not math.isfinite(logs.get("grad_norm", 0.0)):
+                del logs["grad_norm"]
+            if self.finite_steps.skipped:
+                logs["skipped_steps"] = self.finite_steps.skipped
+        # How long the library took to place the model, again with every set.
+        logs = {key: value for key, value in logs.items() if not key.endswith("_model_preparation_time")}
         super().log(logs, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The stock method, with the time that it waits for data taken."""
         started = time.perf_counter()
-        with progress.during("data"):
+        self._loss_before = self._tr_loss.clone()
+        with progress.during("data", patient=True):
             batches, items = super().get_batch_samples(*args, **kwargs)
             for batch in batches if self.stream else ():
                 self.stream.add(batch["row_id"].tolist(), batch.pop("note"))
@@ -310,20 +336,30 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """The stock step; raises RuntimeError when several processes would train without averaging."""
-        progress.phase, progress.step = "forward", self.state.global_step + 1
+        progress.step = self.state.global_step + 1
+        progress.beat("forward")
         if self.args.world_size > 1 and not isinstance(model, DistributedDataParallel):
             raise RuntimeError("the model is not wrapped for several processes: gradients would not be averaged")
         return super().training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The loss of a micro-batch by `mean_token_loss`; raises FloatingPointError when one before it was not finite."""
+        """The loss of a micro-batch by `mean_token_loss`, NaN when it is not finite."""
         self._check_first_batch(inputs, "training")
         row_ids = inputs.pop("row_id")
         inputs = {name: value for name, value in inputs.items() if name not in ("language", "task")}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        self.finite_loss.watch(loss, row_ids)
-        progress.phase = "backward"
+        loss = self.finite_steps.watch(loss, row_ids)
+        progress.beat("backward")
         return loss
+
+    # Called before every optimiser step, whether gradients are clipped or not.
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # The loss of a skipped step is none that the model was trained on, and NaN would spoil the mean that is logged.
+        self._tr_loss = torch.where(torch.isfinite(norm), self._tr_loss, self._loss_before)
+        is_scaled = self.accelerator.scaler is not None
+        self.finite_steps.guard(norm, self.optimizer, step=self.state.global_step + 1, is_scaled=is_scaled)
+        return norm
 
     def _check_first_batch(self, inputs: dict[str, Any], kind: str) -> None:
         if kind in self._unchecked:
@@ -363,7 +399,7 @@ class WhisperTrainer(Seq2SeqTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The stock evaluation of one set or a dictionary of sets."""
         started = time.perf_counter()
-        self.finite_loss.judge()
+        self.finite_steps.judge()
         examples = kwargs.get("eval_dataset") or self.eval_dataset
         if isinstance(examples, str):
             examples = self.eval_dataset[examples]
@@ -384,6 +420,9 @@ class WhisperTrainer(Seq2SeqTrainer):
         Returns None, the generated ids (batch x length, int64, -100 behind the end) and a table (batch x 3, float64) of
         row id, summed loss over the row's label tokens (nats) and their number.
         """
+        progress.beat()
+        if self.is_in_train and (reason := stop_request.agree()):
+            raise StopAsked(reason)
         inputs = self._prepare_inputs(inputs)
         self._check_first_batch(inputs, "evaluation")
         labels = inputs["labels"]
@@ -449,6 +488,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         )
         scores["loss"] = sum(table[i][1] for i in row_ids) / sum(table[i][2] for i in row_ids)
         scores["rows_total"] = self.rows_total[names[0]]
+        # Of the same rows on every rank; still one of them decides, so that none saves or stops alone.
+        (scores,) = broadcast_object_list([scores])
         self.scores[names[0]] = scores
         if self.is_in_train:
             step, best = self.state.global_step, self.state.best_global_step
@@ -458,20 +499,82 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     # --- saving
 
+    # Where the stock trainer writes a checkpoint and looks for older ones to remove: there are none.
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(Path(self.args.output_dir) / SAVING)
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         started = time.perf_counter()
-        self.finite_loss.judge()
-        with progress.during("save"):
-            super()._save_checkpoint(model, trial)
+        self.finite_steps.judge()
+        with progress.during("save", patient=True):
+            check_weights(self.model)
+            checkpoint = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             if self.args.should_save:
-                write_checksums(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+                remove_leftovers(Path(self.args.output_dir))
+            with naming_the_file(checkpoint) if self.args.should_save else nullcontext():
+                super()._save_checkpoint(model, trial)
+                self._find_best_checkpoint()
+                if self.args.should_save:
+                    self.state.save_to_json(str(checkpoint / STATE_FILE))
+                    publish(checkpoint, most=self.args.save_total_limit, best=self.state.best_model_checkpoint)
         self.seconds["save"] += time.perf_counter() - started
 
+    def _find_best_checkpoint(self) -> None:
+        """Says on every rank where the best checkpoint lies, by the main process's disk, in which the newest is about to be."""
+        best = Path(self.args.output_dir) / f"checkpoint-{self.state.best_global_step}"
+        if self.state.best_global_step == self.state.global_step or best.is_dir():
+            self.state.best_model_checkpoint = str(best)
+        (self.state.best_model_checkpoint,) = broadcast_object_list([self.state.best_model_checkpoint])
+
+    # Only one process writes into output_dir, which other machines need not see.
+    def _save_rng_state(self, output_dir: str) -> None:
+        with tempfile.TemporaryDirectory() as scratch, naming_the_file(Path(scratch)):
+            super()._save_rng_state(scratch)
+            own = [(path.name, path.read_bytes()) for path in Path(scratch).iterdir()]
+        states = gather_object(own)
+        if self.args.should_save:
+            for name, state in states:
+                (Path(output_dir) / name).write_bytes(state)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # A stop that comes during an evaluation saves what was there before it; the resumed run evaluates first.
+        states = read_random_states()
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        except StopAsked:
+            write_random_states(states)
+            self.model.train()
+            self._save_checkpoint(self.model, None)
+            raise
+
+    def evaluate_what_is_due(self) -> None:
+        """Makes up for the evaluation that a stop left out behind the checkpoint's last step."""
+        if self._resumed is None or not self._is_evaluation_due():
+            return
+        self._load_rng_state(str(self._resumed))
+        say("evaluating the checkpoint, which the stop left out")
+        if self._determine_best_metric(self._evaluate(None, None), None):
+            self.state.best_model_checkpoint = str(self._resumed)
+        self._random_states = read_random_states()
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            raise _TrainingIsOver
+
+    def _is_evaluation_due(self) -> bool:
+        state, strategy = self.state, self.args.eval_strategy
+        if state.global_step == 0 or any(entry["step"] == state.global_step and is_evaluation(entry) for entry in state.log_history):
+            return False
+        if strategy == "epoch":
+            return float(state.epoch).is_integer() and state.epoch >= self.args.eval_delay
+        is_last = state.global_step >= state.max_steps
+        return strategy == "steps" and (is_last or state.global_step % state.eval_steps == 0) and state.global_step >= self.args.eval_delay
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # numpy 1 and 2 call one function by two names in their files, and safe loading takes only that of the version at hand.
-        rebuild = np.random.get_state()[1].__reduce__()[0]
-        names = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-        with torch.serialization.safe_globals(names):
+        if self._random_states is not None:
+            # Those of the checkpoint, moved on by the evaluation that was due.
+            write_random_states(self._random_states)
+            self._random_states = None
+            return
+        with reading_random_states():
             super()._load_rng_state(checkpoint)
 
     # The stock trainer lets peft read an adapter to the default device, which is card 0 on every rank.
@@ -479,8 +582,11 @@ class WhisperTrainer(Seq2SeqTrainer):
         load_weights(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        # By its name in this run's folder, which may have been moved since.
-        load_weights(self.model, Path(self.args.output_dir) / Path(self.state.best_model_checkpoint).name)
+        # By its name in this run's folder, which may have been moved since; from the main process's disk.
+        if self.place.is_main:
+            load_weights(self.model, Path(self.args.output_dir) / Path(self.state.best_model_checkpoint).name)
+        for _, tensor in trainable_parameters(self.model):
+            tensor.data.copy_(broadcast(tensor.data.contiguous()))
 
 
 def _name_rows(rows: Sequence[Row]) -> str:
@@ -508,6 +614,38 @@ class TellDropped(TrainerCallback):
         if self.report.dropped.total() > self.told:
             self.told = self.report.dropped.total()
             say(self.report.describe())
+
+
+class _TrainingIsOver(Exception):
+    """The evaluation that was due has shown that nothing is left to train."""
+
+
+class StopTogether(TrainerCallback):
+    """Ends training on all ranks behind one step when one of them is asked to stop: saved, without the evaluation that may be due."""
+
+    def __init__(self, trainer: "WhisperTrainer"):
+        self.trainer, self.reason = trainer, ""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Makes up for an evaluation that an earlier stop left out."""
+        self.trainer.evaluate_what_is_due()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Asks all ranks."""
+        self.reason = stop_request.agree()
+        if self.reason:
+            control.should_log = control.should_save = True
+            control.should_evaluate = False
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises StopAsked behind the save, so that nothing that belongs to the end of training follows."""
+        if self.reason:
+            raise StopAsked(self.reason)
+
+
+def is_evaluation(entry: dict[str, Any]) -> bool:
+    """Whether an entry of the log holds scores."""
+    return any(key.startswith("eval_") for key in entry)
 
 
 class RecipeSteps(TrainerCallback):

@@ -68,7 +68,7 @@ def replaced(old: str, new: str) -> str:
     [
         ("max_steps", "max_step", "recipe.yaml:14: training.max_step: unknown key; did you mean training.max_steps?"),
         ("language: fr", "langauge: fr", "recipe.yaml:3: model.langauge: unknown key; did you mean model.language?"),
-        ("  r: 4", "  rank: 4\n  alpha: 3", "recipe.yaml:6: lora.alpha: unknown key"),
+        ("  r: 4", "  rank: 4\n  alpha: 3", "recipe.yaml:6: lora.alpha: write lora.lora_alpha"),
         ("baseline: false", "seed: 1", "recipe.yaml:11: run.seed: unknown key; did you mean training.seed?"),
         ("max_steps: 10", "use_dora: true", "recipe.yaml:14: training.use_dora: unknown key; did you mean lora.use_dora?"),
         ("lora:", "lra:", "recipe.yaml:4: lra: there is no such section; did you mean lora?"),
@@ -121,6 +121,7 @@ def test_a_section_that_is_no_mapping_is_told_once(complain, section):
         ("model", "load_in_4bit", "true", "model.quantization: 4bit"),
         ("model", "torch_dtype", "float16", "training.fp16"),
         ("model", "forced_decoder_ids", "null", "model.language and model.task"),
+        ("lora", "rank", "8", "lora.r"),
         ("data", "max_duration_in_seconds", "30", "data.max_duration_seconds"),
         ("data", "text_column_name", "sentence", "data.text_column"),
         ("training", "evaluation_strategy", "steps", "training.eval_strategy"),
@@ -349,6 +350,26 @@ def test_nothing_but_recipe_and_command_line_is_merged(read, tmp_path, monkeypat
     build_parser.cache_clear()
 
 
+def test_help_offers_no_key_that_is_refused_and_no_way_in_that_is_not_there():
+    text = config.describe_keys()
+    offered = set(re.findall(r"--([\w.]+)", text))
+    refused = {f"training.{key}" for key in (*config.UNTESTED, *config.FIXED)} | {f"lora.{key}" for key in config.UNTESTED_LORA}
+    assert not offered & (refused | {*config.OLD_KEYS})
+    assert "+" not in "".join(re.findall(r"--\S+", text)) and "Path to a configuration file" not in text
+    assert {*config._known_keys()} - refused - {*config.OLD_KEYS} <= offered
+
+
+def test_a_key_of_one_entry_of_a_list_is_told_how_to_be_given(complain, read):
+    (problem,) = complain(replaced("train: train.jsonl", "train: [a.jsonl, b.jsonl]"), "--data.train.weight", "2")
+    assert problem == (
+        "--data.train.weight: data.train is a list, and its entries have no names here; give all of it, "
+        "--data.train '[{path: a.jsonl, weight: 0.5}, b.jsonl]', or edit the recipe"
+    )
+    recipe = read(GOOD, "--data.train.weight", "2", "--data.validation.dev.text_column", "words")
+    assert (recipe.data.train[0].path, recipe.data.train[0].weight) == ("train.jsonl", 2)
+    assert (recipe.data.validation["dev"].path, recipe.data.validation["dev"].text_column) == ("dev.jsonl", "words")
+
+
 def test_help_names_every_section_and_ends_well(capsys):
     with pytest.raises(SystemExit) as ended:
         load_recipe(["--help"])
@@ -458,7 +479,7 @@ def test_a_global_batch_that_cannot_be_split_is_refused_with_the_sum(read, whole
     with pytest.raises(UserError) as caught:
         accumulation_steps(recipe, world_size)
     (problem,) = caught.value.problems
-    assert problem.startswith(f"run.global_batch_size: {whole} is no multiple of {world_size * 4} ({world_size} processes x ")
+    assert problem.startswith(f"run.global_batch_size: {whole} is no multiple of {world_size * 4} ({world_size} process")
     assert problem.endswith("per_device_train_batch_size 4)")
 
 

@@ -1,11 +1,6 @@
-"""Where a process lives follows from its environment alone; ranks meet without a time limit; strays are named."""
+"""Where a process lives follows from its environment alone; strays are named."""
 
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +10,11 @@ from hypothesis import strategies as st
 
 from config import TrainingConfig, load_recipe
 from device import (
-    Meeting,
     Place,
     check_placement,
     choose_compute_type,
     choose_device,
+    describe_launch,
     describe_place,
     find_strays,
     is_main_process,
@@ -29,7 +24,6 @@ from device import (
 from faults import UserError
 from trainer import build_arguments
 
-SRC = Path(__file__).parent.parent / "src"
 
 
 def local(rank: int, processes: int, **more: str) -> dict[str, str]:
@@ -200,6 +194,11 @@ def test_processes_on_a_cpu_share_its_cores(environ, cores, processes, threads):
     assert torch.get_num_threads() == threads and os.environ["OMP_NUM_THREADS"] == str(threads)
 
 
+def test_a_launch_is_described_with_its_number_of_processes():
+    assert describe_launch(Place("cpu")) == "accelerate launch src/train.py"
+    assert describe_launch(Place("cpu", world_size=3)) == "accelerate launch --num_processes 3 src/train.py"
+
+
 def test_one_process_with_two_cards_says_how_to_use_both(two_cards):
     line = describe_place(settle_place())
     assert "2 GPUs are visible and one is used" in line and "accelerate launch --num_processes 2 src/train.py" in line
@@ -297,84 +296,3 @@ def test_many_strays_are_counted():
     tensors = [(f"t{i}", torch.ones(1, device="meta")) for i in range(8)]
     with pytest.raises(RuntimeError, match="t4 on meta and 3 more$"):
         check_placement(iter(tensors), Place("cpu"), what="the first training batch")
-
-
-# --- meeting -----------------------------------------------------------------------------------------------------
-
-
-def test_one_process_does_the_work_itself():
-    meeting = Meeting(Place("cpu"), None)
-    assert [meeting.once(lambda: b"a"), meeting.once(lambda: b"b")] == [b"a", b"b"]
-
-
-def test_a_single_process_starts_no_process_group():
-    from device import join_processes
-
-    assert isinstance(join_processes(Place("cpu"), timeout_seconds=1), Meeting)
-    assert not torch.distributed.is_initialized()
-
-
-RANK = f"""
-import sys, time
-sys.path.insert(0, {str(SRC)!r})
-import torch
-from device import join_processes, settle_place
-from faults import UserError
-
-place = settle_place(use_cpu=True)
-meeting = join_processes(place, timeout_seconds=2)
-
-def work():
-    time.sleep(4)  # twice the time limit of collectives
-    return b"done by " + str(place.rank).encode()
-
-def fail():
-    raise UserError("train.jsonl:3: is wrong")
-
-print(meeting.once(work).decode(), flush=True)
-total = torch.tensor(place.rank + 1)
-torch.distributed.all_reduce(total)
-print("sum", total.item(), flush=True)
-try:
-    meeting.once(fail)
-except UserError as error:
-    print("problems", error.problems, flush=True)
-    sys.exit(2)
-"""
-
-
-def run_ranks(program: str, processes: int = 2) -> list[SimpleNamespace]:
-    """Starts one process a rank without a launcher; gives status and lines of output of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=os.environ | local(rank, processes, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    try:
-        return [SimpleNamespace(lines=p.communicate(timeout=60)[0].splitlines(), status=p.returncode) for p in started]
-    finally:
-        for process in started:
-            process.kill()
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[SimpleNamespace]:
-    return run_ranks(RANK)
-
-
-def test_work_of_the_main_process_may_take_longer_than_the_time_limit_of_collectives(ranks):
-    assert [rank.lines[:2] for rank in ranks] == [["done by 0", "sum 3"]] * 2
-
-
-def test_a_users_mistake_in_that_work_ends_the_other_ranks_silently(ranks):
-    assert ranks[0].lines[2:] == ["problems ['train.jsonl:3: is wrong']"]
-    assert ranks[1].lines[2:] == ["problems []"]
-    assert [rank.status for rank in ranks] == [2, 2]

@@ -58,8 +58,8 @@ def test_a_check_tries_all_but_the_weights(speech, tmp_path, capsys):
     (model / "model.safetensors").write_bytes(b"these are no weights")
     recipe = write_recipe(speech, name="check", model={"name": str(model)}, training={"output_dir": str(tmp_path / "out")})
     assert train_here(recipe, "--check") is None
-    assert "--check: this run can start" in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"data_report.json", "data_report.html"}
+    assert f"--check: this run can start: accelerate launch src/train.py --config {recipe}\n" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"data_report.json", "data_report.html", ".lock"}
     # What a check leaves is no earlier run.
     assert train_here(recipe, "--check") is None
 
@@ -113,8 +113,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_clips(speech, tmp
         return outputs.logits.sum() * float("nan")
 
     monkeypatch.setattr(trainer, "mean_token_loss", spoilt)
-    recipe = write_recipe(speech, name="nan", run={"baseline": False}, training={"output_dir": str(tmp_path / "out"), "warmup_steps": 9})
-    with pytest.raises(FloatingPointError, match=r"the loss is nan on .*train.jsonl:\d+ \(.*wav\)"):
+    recipe = write_recipe(
+        speech, name="nan", run={"baseline": False, "max_skipped_steps": 1}, training={"output_dir": str(tmp_path / "out"), "warmup_steps": 9}
+    )
+    with pytest.raises(FloatingPointError, match=r"step 1: the loss is nan on .*train.jsonl:\d+ \(.*wav\).*; step 2: .*max_skipped_steps is 1"):
         train_here(recipe)
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 

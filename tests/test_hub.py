@@ -19,24 +19,17 @@ from torch.utils.data import DataLoader
 
 from audio import AudioError, load_audio, measure_audio
 from config import DataConfig, DataSource
-from device import Meeting, Place
+from device import Place
 from faults import UserError
 from hub import HubSet, open_hub_set
 from launching import train_here, write_recipe
 from manifest import Row, read_manifest
+from meeting import Meeting
 from sets import check_sets
 from speakers import choose_speakers
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    """Everything that is loaded is kept in a folder of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hub-cache"))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measures")))
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("own_cache")
 SPEAKERS = ["ann", "bob", "eva", "tom", "kim", "leo"]
 
 
@@ -196,10 +189,10 @@ def gated() -> GatedRepoError:
     [
         (DatasetNotFoundError("Dataset 'own/set' is a gated dataset on the Hub."), "hub: own/set is gated", "hf auth login"),
         (gated(), "hub: own/set is gated", "https://huggingface.co/datasets/own/set"),
-        (DatasetNotFoundError("Dataset 'own/set' doesn't exist on the Hub or cannot be accessed."), "hub: there is no set own/set", "private"),
+        (DatasetNotFoundError("Dataset 'own/set' doesn't exist on the Hub or cannot be accessed."), "hub: there is no folder own/set here, and on the Hub no set own/set that", "private"),
         (DatasetNotFoundError("Revision 'old' doesn't exist for dataset 'own/set' on the Hub."), "revision: own/set has no revision old", "tree/main"),
-        (ConnectionError("Couldn't reach 'own/set' on the Hub (ConnectError)"), "hub: own/set is not in the cache", "local folder"),
-        (ValueError("Couldn't find cache for own/set for config 'x'"), "hub: own/set is not in the cache", "local folder"),
+        (ConnectionError("Couldn't reach 'own/set' on the Hub (ConnectError)"), "hub: there is no folder own/set here, and", "own/set is not in the cache"),
+        (ValueError("Couldn't find cache for own/set for config 'x'"), "hub: there is no folder own/set here, and", "own/set is not in the cache"),
         (RuntimeError("Dataset scripts are no longer supported, but found set.py"), "hub: own/set is a loading script", "convert the set to Parquet"),
         (ValueError("BuilderConfig 'hi' not found. Available: ['hi_in', 'ta_in']"), "config: own/set has no configuration hi", "there are hi_in, ta_in"),
         (ValueError("Config name is missing.\nPlease pick one among the available configs: ['hi_in', 'ta_in']"), "config: is missing", "hi_in, ta_in"),
@@ -230,9 +223,12 @@ def test_a_set_that_is_only_a_loading_script_is_refused_and_never_run(tmp_path):
 
 def test_splits_configurations_and_columns_that_are_there_are_listed(folder, tmp_path):
     assert complain(folder, split="dev").endswith("has no split dev; there are train, test")
+    assert complain(folder, split="dev", streaming=True).endswith("has no split dev; there are train, test")
+    assert complain(folder, split="train[:50%]", streaming=True).startswith("data.train[0].split: train[:50%] is a part of a split, and a stream")
     assert complain(folder, config="hi").endswith("has no configuration hi; there are default")
     assert "column 'clip' is not there; columns are audio, text, path" in complain(folder, audio_column="clip")
-    assert complain(folder, audio_column="duration") == f"hub:{folder}/train: column 'duration' holds no sound; set data.train[0].audio_column"
+    assert complain(folder, audio_column="duration") == f"hub:{folder}/train: column 'duration' holds no sound (sound is in audio); set data.train[0].audio_column"
+    assert complain(folder, audio_column="client") == f"hub:{folder}/train: column 'client' holds no sound (sound is in audio); set data.train[0].audio_column"
 
 
 def test_a_part_of_a_split_and_two_splits_together_can_be_named(folder):
@@ -278,6 +274,9 @@ def test_a_speaker_column_that_is_not_there_is_told_with_those_that_are():
     with pytest.raises(UserError, match=r"^data\.train\[0\]\.speaker_column: no row of a\.jsonl has a value in 'who'; other columns are name, village$"):
         chosen(rows_by(["ann"]), 0, 0.5, "who")
 
+    with pytest.raises(UserError, match="has a value in 'speaker'; there are no other columns$"):
+        choose_speakers([Row("a.wav", "a", "a.jsonl", 1)], DataSource(path="a.jsonl", speaker_share=[0, 0.5]), "data.train[0]")
+
 
 # --- in a run ----------------------------------------------------------------------------------------------------
 
@@ -297,7 +296,7 @@ def test_two_parts_of_one_split_share_no_speaker_and_count_only_their_own_rows(f
     assert report["train"]["rows_read"] + report["dev"]["rows_read"] == 12
     bad = report["train"]["bad_rows"] + report["dev"]["bad_rows"]
     assert [(row["file"], row["line"], row["audio"]) for row in bad] == [(f"hub:{folder}/train", 12, "train-11.wav")]
-    assert "of 12 rows are left out by speaker_share" in caplog.text
+    assert f"data.validation.dev: 6 of 12 rows of hub:{folder}/train are left out by speaker_share" in caplog.text.replace("data.train[0]", "")
 
 
 def test_the_other_ranks_open_what_the_main_process_loaded_and_look_nothing_up(folder, tmp_path, monkeypatch):
@@ -353,7 +352,7 @@ def test_a_training_source_of_which_nothing_is_left_is_refused(tmp_path):
     toy.write_speech(tmp_path, ["one", "two"])
     toy.write_manifest(tmp_path / "bad.jsonl", [{"audio": "nothing.wav", "text": "a"}])
     sources = [DataSource(path=str(tmp_path / "train.jsonl")), DataSource(path=str(tmp_path / "bad.jsonl"))]
-    with pytest.raises(UserError, match=r"^data\.train\[1\]: no row of .*bad\.jsonl can be used; data_report\.json tells why$"):
+    with pytest.raises(UserError, match=r"^data\.train\[1\]: no row of .*bad\.jsonl can be used; .*/data_report\.json tells why$"):
         check(DataConfig(train=sources, max_dropped_share=0.5), tmp_path)
 
 
@@ -361,6 +360,9 @@ def test_a_training_source_of_which_nothing_is_left_is_refused(tmp_path):
     ("source", "message"),
     [
         (DataSource(hub="./nothere", split="train"), r"^data\.train\[0\]\.hub: there is no folder \./nothere; a manifest is named by path$"),
+        (DataSource(hub="data/parts/one", split="train"), r"^data\.train\[0\]\.hub: there is no folder data/parts/one; "),
+        (DataSource(hub="data\\one", split="train"), r"^data\.train\[0\]\.hub: there is no folder data\\one; "),
+        (DataSource(hub=str(Path(__file__).parent), split="train", revision="main"), r"^data\.train\[0\]\.revision: belongs to sets on the Hub; "),
         (DataSource(hub="train.jsonl", split="train"), "there is no folder train.jsonl; a manifest is named by path$"),
         (DataSource(hub="google/fleurs", split="train", revision="refs/convert/parquet"), r"^data\.train\[0\]\.config: is missing; at refs"),
     ],
@@ -374,7 +376,7 @@ def test_a_mistake_in_every_source_is_told_at_once(folder, tmp_path):
     data = DataConfig(train=[DataSource(hub=str(folder), split="dev"), DataSource(path="none.jsonl")], validation={"dev": DataSource(hub="a/b", split="x")})
     with pytest.raises(UserError) as caught:
         check(data, tmp_path)
-    assert [problem.split(": ")[0] for problem in caught.value.problems] == ["data.train[0].split", "none.jsonl", "data.validation.dev.hub"]
+    assert [problem.split(": ")[0] for problem in caught.value.problems] == ["data.train[0].split", "data.train[1].path", "data.validation.dev.hub"]
 
 
 def test_a_hub_set_and_a_manifest_train_together_by_weight(folder, tmp_path, capsys):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints import find_damage, list_checkpoints
 from gradients import KeepingTrainer
 from launching import ROOT, launch, train_here, write_recipe
-from output import checkpoints, find_damage
 from toy import build_whisper, write_speech
 
 
@@ -135,7 +135,7 @@ def test_two_processes_evaluate_and_save_every_step_and_keep_one_checkpoint(spee
     recipe = write_recipe(speech, training=every_step | {"output_dir": str(tmp_path / "out")})
     run = launch(recipe, processes=2)
     assert run.status == 0, run.tail
-    kept = checkpoints(tmp_path / "out")
+    kept = list_checkpoints(tmp_path / "out")
     assert [path.name for path in kept] == ["checkpoint-5"]
     assert find_damage(kept[0]) is None
     assert {"tokenizer.json", "processor_config.json", "checksums.json"} <= {path.name for path in kept[0].iterdir()}

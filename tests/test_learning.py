@@ -30,7 +30,7 @@ class Training:
     """The trainer's order of calls around an optimiser step."""
 
     def __init__(self, model: torch.nn.Module, *, trained: list[str] | None = None):
-        self.model, self.check = model, LearningCheck(model)
+        self.model, self.check = model, LearningCheck(model, lambda: self.skipped)
         chosen = [parameter for name, parameter in trainable_parameters(model) if trained is None or name in trained]
         self.optimizer = torch.optim.SGD(chosen, lr=0.1)
 
@@ -41,7 +41,7 @@ class Training:
         self.check.on_pre_optimizer_step(None, None, None, optimizer=self.optimizer)
         if not skipped:
             self.optimizer.step()
-        self.optimizer.step_was_skipped = skipped
+        self.skipped = skipped
         self.check.on_optimizer_step(None, None, None, optimizer=self.optimizer)
         self.model.zero_grad()
 

@@ -159,6 +159,14 @@ def test_no_well_known_column_is_an_error(tmp_path):
     assert "columns are audio, words" in problem and "data.text_column" in problem
 
 
+def test_a_table_without_a_header_is_told_by_its_first_row(tmp_path):
+    (tmp_path / "train.csv").write_text("clips/1.wav,hello\nclips/2.wav,good day\n")
+    (problem,) = problems_of(str(tmp_path / "train.csv"))
+    assert problem == (
+        f"{tmp_path / 'train.csv'}:1: line 1 must name the columns, such as audio and text; it looks like a row: clips/1.wav, hello"
+    )
+
+
 def test_other_columns_are_kept_as_text(tmp_path):
     row = read_one(tmp_path, age=40, native=True, place=None, tags=["a", 1])
     assert row.extra == {"age": "40", "native": "true", "tags": '["a", "1"]'}

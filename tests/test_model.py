@@ -91,7 +91,7 @@ def run_forward(model: torch.nn.Module) -> torch.Tensor:
 # --- what is read before the weights -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["/nowhere/whisper", "./whisper", "../whisper", "~/whisper", "runs/a/b"])
+@pytest.mark.parametrize("name", ["/nowhere/whisper", "./whisper", "../whisper", "~/whisper", "runs/a/b", "whisper/", "runs\\whisper"])
 def test_a_folder_that_is_not_there_is_refused_and_not_looked_up(monkeypatch, name):
     monkeypatch.setattr("model.WhisperConfig.from_pretrained", lambda *_, **__: pytest.fail("looked up"))
     with pytest.raises(UserError) as caught:
@@ -104,7 +104,7 @@ def test_a_hub_id_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
     with pytest.raises(UserError) as caught:
         read("nobody/whisper-nothing")
     (problem,) = caught.value.problems
-    assert problem.startswith("model.name: nobody/whisper-nothing cannot be read: ") and len(problem.splitlines()) == 1
+    assert problem.startswith("model.name: nobody/whisper-nothing cannot be read: there is no such folder here, and as a Hub id: ") and len(problem.splitlines()) == 1
     assert problem.endswith("give a folder, or a Hub id that this machine can reach")
 
 

@@ -5,7 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +85,81 @@ def test_a_second_session_goes_on_from_what_the_first_one_left(run_cells, tmp_pa
     said = capsys.readouterr().out
     assert "checkpoints here: ['checkpoint-2']" in said and f"going on from {tmp_path / 'two' / 'out' / 'checkpoint-2'}" in said
     assert second["train"]["steps"] == 4 and second["train"]["windows"] == 2
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """A folder in place of the Hub's repositories; gone checkpoints are deleted there as the patterns say."""
+    import huggingface_hub
+
+    def upload_folder(*, repo_id, folder_path, allow_patterns=("*",), delete_patterns):
+        assert delete_patterns == "checkpoint-*/*"
+        for old in (hub / repo_id).glob("checkpoint-*"):
+            shutil.rmtree(old)
+        for path in Path(folder_path).rglob("*"):
+            name = str(path.relative_to(folder_path))
+            if path.is_file() and any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (hub / repo_id / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, hub / repo_id / name)
+
+    hub = tmp_path / "hub"
+    monkeypatch.setattr(huggingface_hub, "create_repo", lambda name, *, private, exist_ok: (hub / name).mkdir(parents=True, exist_ok=exist_ok))
+    monkeypatch.setattr(huggingface_hub, "repo_exists", lambda name: (hub / name).is_dir())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, *, local_dir: shutil.copytree(hub / name, local_dir))
+    monkeypatch.setattr(huggingface_hub, "upload_folder", upload_folder)
+    return hub
+
+
+def training_cell(folder: Path, command: str) -> dict:
+    """Names for the cell that trains, with `command` in place of the training."""
+    names: dict = {"Path": Path, "OUTPUT_DIR": str(folder), "HUB_REPOSITORY": "me/run", "command": [command], "words": []}
+
+    def run(*words):
+        raise RuntimeError(f"{words[0]} ended")
+
+    return names | {"run": run}
+
+
+def test_an_interrupted_session_leaves_its_complete_checkpoints_on_the_hub_and_no_others(hub, tmp_path):
+    (cell,) = [cell for cell in CODE if "def upload_checkpoints" in "".join(cell["source"])]
+    for name in ("checkpoint-2/checksums.json", "checkpoint-2/optimizer.pt", "checkpoint-4/optimizer.pt", "recipe.yaml", "logs/x"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("")
+    names = training_cell(tmp_path / "out", "training")
+    with pytest.raises(RuntimeError, match="training ended"):
+        exec("".join(cell["source"]), names)
+    there = sorted(str(path.relative_to(hub / "me" / "run")) for path in hub.rglob("*") if path.is_file())
+    assert there == ["checkpoint-2/checksums.json", "checkpoint-2/optimizer.pt", "recipe.yaml"]
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    (tmp_path / "out" / "checkpoint-4" / "checksums.json").write_text("")
+    assert names["upload_checkpoints"](["checkpoint-2"]) == ["checkpoint-4"]
+    assert sorted(path.name for path in (hub / "me" / "run").glob("checkpoint-*")) == ["checkpoint-4"]
+
+
+def test_an_upload_that_fails_is_tried_again_and_ends_no_training(hub, tmp_path, monkeypatch, capsys):
+    import huggingface_hub
+
+    (cell,) = [cell for cell in CODE if "def upload_checkpoints" in "".join(cell["source"])]
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "checksums.json").write_text("")
+    names = training_cell(tmp_path, "training")
+    with pytest.raises(RuntimeError):
+        exec("".join(cell["source"]), names)
+    answers = [ConnectionError("the Hub is away"), None]
+    monkeypatch.setattr(huggingface_hub, "upload_folder", lambda **_: (answer := answers.pop(0)) and (_ for _ in ()).throw(answer))
+    waits = [False, True]
+    names["keep_uploading"](SimpleNamespace(wait=lambda seconds: waits.pop(0)))
+    assert answers == [] and "not uploaded yet: the Hub is away" in capsys.readouterr().out
+
+
+def test_a_token_comes_from_kaggles_secrets_where_there_are_some(hub, tmp_path, monkeypatch):
+    (cell,) = [cell for cell in CODE if "UserSecretsClient" in "".join(cell["source"])]
+    client = SimpleNamespace(get_secret=lambda name: f"secret {name}")
+    monkeypatch.setitem(sys.modules, "kaggle_secrets", SimpleNamespace(UserSecretsClient=lambda: client))
+    monkeypatch.setenv("HF_TOKEN", "to be restored")
+    monkeypatch.delenv("HF_TOKEN")
+    exec("".join(cell["source"]), {"os": os, "Path": Path, "HUB_REPOSITORY": "me/run", "EARLIER_OUTPUT": "", "OUTPUT_DIR": str(tmp_path / "out")})
+    assert os.environ.pop("HF_TOKEN") == "secret HF_TOKEN"
 
 
 @pytest.mark.fetched

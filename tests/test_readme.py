@@ -17,7 +17,10 @@ import yaml
 import config
 import fetch_demo
 import train
+from audio import measure_audio
+from config import DataSource
 from data_check import check_rows
+from hub import open_hub_set
 from launching import ROOT, execute, write_recipe
 from manifest import KNOWN_COLUMNS, Row, read_manifest
 from toy import build_whisper, write_clip, write_speech
@@ -87,7 +90,7 @@ def split_launcher(words: list[str]) -> tuple[list[str], list[str]]:
 def test_every_command_falls_under_a_rule():
     assert [words for words in commands() if kind(words) is None] == []
     assert {kind(words) for words in commands()} == {"train", "script", "fetch", "activate", "unset"}
-    assert {block[1] for block in BLOCKS} <= {"bash", "csv", "json"}  # a command must not hide in a block of another kind
+    assert {block[1] for block in BLOCKS} <= {"bash", "csv", "json", "python"}  # a command must not hide in a block of another kind
 
 
 def shrink(path: Path, world: Path) -> list[str]:
@@ -381,6 +384,17 @@ def test_the_manifest_shown_is_read_and_every_row_is_good(tmp_path, form):
     assert {*columns} <= {f.name for f in fields(Row)}
     other_names = spans(re.search(r"^Other usual names.*$", section("Manifests"), re.M).group())
     assert {*other_names} <= {name for names in KNOWN_COLUMNS.values() for name in names}
+
+
+def test_the_lines_that_write_a_hub_folder_write_one_that_is_read(tmp_path, monkeypatch, own_cache):
+    (code,) = [block[2] for block in BLOCKS if block[1] == "python"]
+    clip = write_clip(tmp_path / "clips" / "1.wav")
+    (tmp_path / "my-set" / "data").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    clip.unlink()
+    (row,), _ = open_hub_set(DataSource(hub="my-set", split="train"), "data.train[0]", audio_column=None, text_column=None).read()
+    assert row.text == "hello" and measure_audio(row.sound()).seconds == 0.5
 
 
 def test_a_run_leaves_the_files_of_the_table(results, world):

@@ -1,7 +1,6 @@
 """Scores: normalising, error rates of whole sets, decoding, and that nothing outside the texts has a say."""
 
 import os
-import random
 import subprocess
 import sys
 import unicodedata

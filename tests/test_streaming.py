@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from safetensors.torch import load_file
 
 import streaming
 from config import DataConfig, DataSource, ModelConfig
-from device import Meeting, Place
+from device import Place
 from faults import UserError
 from hub import HubSet
 from labels import LabelBuilder
 from launching import launch, train_here, write_recipe
 from manifest import BadRow
+from meeting import Meeting
 from model import read_base_model
 from sets import check_sets
 from speech import collate
@@ -33,12 +35,7 @@ from streaming import Note, StreamedSpeech, StreamReport, build_loader
 datasets.disable_progress_bars()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hub-cache"))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measures")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def texts_only(name: str, texts: list[str], *, files: int = 1, **keys) -> HubSet:
@@ -218,6 +215,18 @@ def test_the_first_rows_are_checked_before_the_weights_and_go_into_the_report(wo
     part = json.loads((tmp_path / "data_report.json").read_text())["sets"]["train"]
     assert (part["rows_read"], part["dropped"]) == (20, {"empty_text": 1})
     assert part["bad_rows"][0]["line"] == 4
+    page = (tmp_path / "data_report.html").read_text()
+    assert "<p>train is streamed: the first 100 rows of each source were checked" in page and "Every clip counted here was decoded" in page
+
+
+def test_the_share_of_speakers_is_told_of_the_first_rows(world, labels, tmp_path, caplog):
+    hub = toy.write_hub_set(tmp_path / "hub", {"text": ["text"] * 20, "client": [f"speaker {i}" for i in range(20)]})
+    source = DataSource(hub=str(hub), split="train", speaker_column="client", speaker_share=[0, 0.5])
+    data = replace(data_of(world), train=[source])
+    with caplog.at_level("INFO", logger="manifest"):
+        used = len(check(data, labels, tmp_path)["train"].rows)
+    assert 0 < used < 20
+    assert f"data.train[0]: {20 - used} of the first 20 rows of hub:{hub}/train are left out by speaker_share" in caplog.text
 
 
 def test_a_recipe_of_a_stream_can_only_score(world, labels, tmp_path):

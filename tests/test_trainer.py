@@ -90,7 +90,7 @@ def test_transcripts_and_scores_do_not_depend_on_the_batch_and_no_mask_is_missed
     assert "attention mask" not in caplog.text
 
 
-def test_only_scoring_needs_no_training_set_and_takes_an_adapter(speech, tmp_path):
+def test_only_scoring_needs_no_training_set_and_takes_an_adapter(speech, tmp_path, capsys):
     trained = tmp_path / "trained"
     first = train_here(write_recipe(speech, training={"output_dir": str(trained)}))
     recipe = write_recipe(
@@ -99,7 +99,14 @@ def test_only_scoring_needs_no_training_set_and_takes_an_adapter(speech, tmp_pat
         data={"train": [str(speech / "missing.jsonl")]},
         training={"do_train": False, "output_dir": str(tmp_path / "scored")},
     )
+    capsys.readouterr()
     assert train_here(recipe)["final"]["dev"] == first["final"]["dev"]
+    said = capsys.readouterr().out
+    assert "trained in float32" not in said and f"; with the adapter {trained}" in said and "model_preparation_time" not in said
+    assert "lora.r:" not in said
+    train_here(recipe, "--lora.r", "8", "--training.output_dir", str(tmp_path / "again"))
+    assert f"lora.r: 8 here, 4 in the adapter {trained}, whose settings stay\n" in capsys.readouterr().out
+    assert not (trained / "checkpoint-2" / "README.md").exists()
 
 
 def test_resuming_behind_the_last_step_trains_no_further(speech, tmp_path):
@@ -112,6 +119,45 @@ def test_resuming_behind_the_last_step_trains_no_further(speech, tmp_path):
     assert again["train"]["steps"] == 2
     assert again["final"] == first["final"]
     torch.testing.assert_close(load_file(out / "adapter_model.safetensors"), weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("words", [[], ["--training.learning_rate", "1e-4"], ["--training.max_steps", "1"], ["--check"]])
+def test_a_finished_run_is_told_and_nothing_is_written_scored_or_loaded(speech, tmp_path, monkeypatch, capsys, words):
+    out = tmp_path / "out"
+    recipe = write_recipe(speech, training={"output_dir": str(out)})
+    train_here(recipe)
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*")}
+    monkeypatch.setattr("train.read_base_model", None)
+    train_here(recipe, "--run.resume", "auto", *words)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"{out} is finished (2 of 2 steps); to train on: --training.max_steps MORE"
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*")} == before
+
+
+@pytest.mark.parametrize(("before", "after"), [({"max_steps": 2}, {"max_steps": 4}), ({"num_train_epochs": 1}, {"num_train_epochs": 2})])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["finished", "without results"])
+def test_a_run_that_is_asked_for_more_than_it_has_trains_on(speech, tmp_path, before, after, is_whole):
+    out = tmp_path / "out"
+    keys = {"output_dir": str(out), "max_steps": -1, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    first = train_here(write_recipe(speech, run={"baseline": False}, training=keys | before))
+    if not is_whole:
+        (out / "results.json").unlink()
+    again = train_here(write_recipe(speech, run={"resume": "auto"}, training=keys | after))
+    assert again["train"]["steps"] > first["train"]["steps"]
+    assert again["train"]["windows"] == again["train"]["steps"] - first["train"]["steps"]
+
+
+def test_a_run_that_its_patience_ended_is_finished_until_it_is_given_more(speech, tmp_path, capsys):
+    out = tmp_path / "out"
+    keys = {"output_dir": str(out), "max_steps": 6, "eval_steps": 1, "save_steps": 1}
+    recipe = write_recipe(speech, run={"early_stopping_patience": 1}, training=keys)
+    first = train_here(recipe)
+    assert (first["status"], first["train"]["steps"]) == ("stopped_early", 2)
+    train_here(recipe, "--run.resume", "auto")
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"{out} is finished (2 of 6 steps, no better dev_wer in 1 evaluations); to train on: --run.early_stopping_patience MORE"
+    )
+    assert train_here(recipe, "--run.resume", "auto", "--run.early_stopping_patience", "2")["train"]["steps"] > 2
 
 
 def test_a_moved_run_is_resumed_with_its_early_stopping_count(speech, tmp_path):

@@ -1,0 +1,202 @@
+"""Stopping on purpose: what asks for it, and that all ranks do it together."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import stopping
+from launching import ROOT, train_here, write_recipe
+from stopping import StopAsked, StopRequest
+from toy import build_whisper, write_speech
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopping")
+    build_whisper(folder / "model")
+    write_speech(folder, [f"clip {i}" for i in range(6)])
+    write_speech(folder, [f"other {i}" for i in range(3)], name="dev")
+    return folder
+
+
+@pytest.fixture
+def request_here(monkeypatch):
+    """The request that the trainer of this process looks at, fresh."""
+    import train
+    import trainer
+
+    own = StopRequest()
+    for module in (train, trainer):
+        monkeypatch.setattr(module, "stop_request", own)
+    return own
+
+
+def run_python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT / "src", capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_is_seen_from_another_thread_while_the_main_one_hangs(name):
+    code = f"""
+    import os, signal, threading, time
+    from stopping import StopRequest
+    request = StopRequest()
+    request.listen()
+    seen = []
+    def watch():
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.{name})
+        time.sleep(0.3)
+        seen.append(request.look())
+        os._exit(0 if seen == ["{name}"] else 1)
+    threading.Thread(target=watch).start()
+    # In a call that does not return the interpreter runs no handler in this thread.
+    held = threading.Lock()
+    held.acquire()
+    held.acquire()
+    """
+    assert run_python(code).returncode == 0
+
+
+def test_a_signal_only_asks_and_the_first_reason_stays():
+    code = """
+    import os, signal, time
+    from stopping import StopRequest
+    request = StopRequest()
+    request.listen()
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    assert request.agree() == "SIGINT", request.reason
+    print("still here")
+    """
+    run = run_python(code)
+    assert (run.returncode, run.stdout) == (0, "still here\n")
+
+
+def test_the_time_limit_asks_when_it_has_passed():
+    request = StopRequest()
+    request.set_time_limit(None)
+    assert request.agree() == ""
+    request.set_time_limit(0.05)
+    assert request.agree() == ""
+    time.sleep(0.1)
+    assert request.agree() == "run.time_limit_seconds"
+
+
+def stop_at(request: StopRequest, monkeypatch, *, step: int, evaluating: bool = False) -> None:
+    """Asks for a stop within a step, or within the evaluation behind it."""
+    from trainer import WhisperTrainer
+
+    name = "prediction_step" if evaluating else "compute_loss"
+    inner = getattr(WhisperTrainer, name)
+
+    def asking(trainer, *args, **kwargs):
+        if trainer.is_in_train and trainer.state.global_step + (not evaluating) == step:
+            request.ask("SIGTERM")
+        return inner(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(WhisperTrainer, name, asking)
+
+
+def recipe_for(speech, folder, **training):
+    """Dropout and evaluation every second step, so that states and scores are carried over."""
+    return write_recipe(
+        speech,
+        name=folder.name,
+        lora={"r": 4, "lora_alpha": 8, "lora_dropout": 0.1},
+        run={"resume": "auto", "early_stopping_patience": 4},
+        training={"output_dir": str(folder), "max_steps": 6, "save_total_limit": None, "logging_steps": 1} | training,
+    )
+
+
+@pytest.mark.parametrize(("step", "evaluating"), [(3, False), (4, False), (4, True), (6, True)])
+def test_a_stopped_run_that_goes_on_equals_the_straight_one(speech, tmp_path, monkeypatch, request_here, step, evaluating):
+    straight = train_here(recipe_for(speech, tmp_path / "straight"))
+    recipe = recipe_for(speech, tmp_path / "stopped")
+    with monkeypatch.context() as patch:
+        stop_at(request_here, patch, step=step, evaluating=evaluating)
+        first = train_here(recipe)
+    assert first["status"] == "stopped_early"
+    assert first["why"].startswith(f"stopped by SIGTERM behind step {step}, saved in checkpoint-{step}")
+    assert first["final"] == {}
+    request_here.reason = ""
+    second = train_here(recipe)
+    for part in ("status", "best", "final", "baseline"):
+        assert second[part] == straight[part]
+    weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("straight", "stopped")]
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
+    if step == 6:
+        return  # its checkpoint is the stopped run's own, from before the evaluation
+    states = [json.loads((tmp_path / name / "checkpoint-6" / "trainer_state.json").read_text()) for name in ("straight", "stopped")]
+    for key in ("global_step", "best_global_step", "best_metric", "stateful_callbacks"):
+        assert states[1][key] == states[0][key]
+    scores = [[entry["eval_dev_wer"] for entry in state["log_history"] if "eval_dev_wer" in entry] for state in states]
+    assert scores[1] == scores[0]
+
+
+def test_a_stop_takes_the_scores_of_the_untouched_model_along(speech, tmp_path, monkeypatch, request_here):
+    with monkeypatch.context() as patch:
+        stop_at(request_here, patch, step=1)
+        results = train_here(recipe_for(speech, tmp_path / "out"))
+    assert set(results["baseline"]) == {"dev"}
+    assert results["train"]["steps"] == 1
+
+
+def test_a_time_limit_in_the_recipe_stops_and_saves(speech, tmp_path, monkeypatch, request_here):
+    from trainer import WhisperTrainer
+
+    inner = WhisperTrainer.compute_loss
+
+    def slow(trainer, *args, **kwargs):
+        if trainer.state.global_step == 2:
+            request_here.limit = 0.0  # the clock is past it
+        return inner(trainer, *args, **kwargs)
+
+    recipe = recipe_for(speech, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(WhisperTrainer, "compute_loss", slow)
+        results = train_here(recipe, "--run.time_limit_seconds", "3600")
+    assert results["status"] == "stopped_early"
+    assert "run.time_limit_seconds behind step 3" in results["why"]
+
+
+def test_the_end_of_accelerates_launcher_ends_its_single_process(tmp_path):
+    """accelerate starts one process by Popen and, ended itself, leaves it behind."""
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import os, sys, time\nsys.path.insert(0, sys.argv[1])\nfrom stopping import StopRequest, end_with_launcher\n"
+        "request = StopRequest()\nrequest.listen()\nend_with_launcher()\nprint(os.getpid(), flush=True)\n"
+        "while not request.look():\n    time.sleep(0.05)\nopen(sys.argv[2], 'w').write(request.reason)\n"
+    )
+    launcher = tmp_path / "accelerate"
+    launcher.write_text("import subprocess, sys\nsubprocess.run([sys.executable, *sys.argv[1:]])\n")
+    said = tmp_path / "said"
+    process = subprocess.Popen([sys.executable, str(launcher), str(child), str(ROOT / "src"), str(said)], stdout=subprocess.PIPE, text=True)
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 20
+    while not said.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    if not said.exists():
+        os.kill(pid, signal.SIGKILL)
+    assert said.read_text() == "SIGTERM"
+
+
+def test_a_process_started_by_a_shell_outlives_it(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(stopping.ctypes, "CDLL", lambda name: calls.append(name))
+    stopping.end_with_launcher()
+    assert not calls
+    assert issubclass(StopAsked, Exception)

@@ -1,0 +1,181 @@
+"""The watchdog: who is late, what is no stall, and what it costs."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from device import Place
+from faults import Progress
+from stopping import StopRequest
+from watchdog import Sign, Watchdog, describe_stall, find_late
+
+
+def ranks(signs: list[Sign]) -> list[int]:
+    return [sign.rank for sign in signs]
+
+
+def test_the_rank_behind_the_others_is_late_and_they_wait_for_it():
+    signs = [Sign(0, "backward", 7, beats=12, silent=70), Sign(1, "forward", 7, beats=11, silent=71), Sign(2, "backward", 7, beats=12, silent=70)]
+    late = find_late(signs, 60)
+    assert ranks(late) == [1]
+    line = describe_stall(late, signs, limit=60, clips="train.jsonl:4 (a.wav)")
+    assert line == "stalled: rank 1 has made no progress for 71 s (phase forward, step 7, train.jsonl:4 (a.wav)); ranks 0, 2 wait for it"
+
+
+def test_at_one_place_the_rank_that_has_entered_fewer_collectives_is_late():
+    signs = [Sign(0, beats=12, collectives=31, silent=70), Sign(1, beats=12, collectives=30, silent=70)]
+    assert ranks(find_late(signs, 60)) == [1]
+
+
+def test_ranks_that_stand_still_together_are_told_together():
+    signs = [Sign(rank, "forward", 1, beats=3, silent=61) for rank in (0, 1)]
+    assert describe_stall(find_late(signs, 60), signs, limit=60, clips="") == "stalled: ranks 0, 1 have made no progress for 61 s (phase forward, step 1)"
+
+
+def test_a_rank_that_tells_nothing_is_late_wherever_the_others_are():
+    signs = [Sign(0, "evaluate", 3, beats=40), Sign(1, "evaluate", 3, beats=40, unheard=61)]
+    assert ranks(find_late(signs, 60)) == [1]
+    assert "rank 1 has not answered for 61 s (last told: phase evaluate, step 3); rank 0 waits for it" in describe_stall(
+        find_late(signs, 60), signs, limit=60, clips=""
+    )
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [
+        pytest.param([Sign(0, beats=5, silent=59)], id="not for long enough"),
+        pytest.param([Sign(0, beats=9, silent=300), Sign(1, beats=5, silent=1)], id="the rank that is behind still works"),
+        pytest.param([Sign(0, beats=5, silent=300), Sign(1, beats=5, silent=1)], id="one of those at the same place still works"),
+        pytest.param([Sign(0, beats=5, silent=1), Sign(1, beats=2, silent=300, waits=True)], id="it waits for the main process, which works"),
+        pytest.param([Sign(0, beats=9, silent=1), Sign(1, beats=9, silent=300, unheard=300, left=True)], id="it has left at a good end"),
+    ],
+)
+def test_work_is_no_stall(signs):
+    assert find_late(signs, 60) == []
+
+
+@pytest.fixture
+def watch(tmp_path, monkeypatch):
+    """Starts watchdogs of a job in this process, a rank each, over one store; gives the messages with which ranks were ended."""
+    left, dogs = {}, []
+    monkeypatch.setattr(Watchdog, "_leave", lambda dog, message: (left.setdefault(dog.place.rank, message), dog._done.set()))
+    monkeypatch.setattr("watchdog._SECONDS_FOR_REPORTS", 1)
+
+    def begin(progresses: list[Progress], *, limit: float) -> dict[int, str]:
+        store = dist.HashStore()
+        for rank, progress in enumerate(progresses):
+            place = Place("cpu", rank=rank, world_size=len(progresses))
+            dog = Watchdog(progress, StopRequest(), place, store=store if len(progresses) > 1 else None, limit=limit, folder=tmp_path)
+            dogs.append(dog)
+            dog.start()
+        return left
+
+    yield begin
+    for dog in dogs:
+        dog._done.set()
+        dog.join()
+
+
+def wait_for(condition, seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_stall_of_one_process_is_ended_with_its_stacks_and_clips(watch, tmp_path):
+    progress = Progress()
+    progress.clips = lambda: "train.jsonl:4 (a.wav)"
+    progress.beat("forward")
+    left = watch([progress], limit=0.3)
+    assert wait_for(lambda: left)
+    assert left[0].startswith("stalled: rank 0 has made no progress for 0 s (phase forward, step 0, train.jsonl:4 (a.wav))")
+    report = (tmp_path / "stall_report.txt").read_text()
+    assert "thread MainThread:" in report and "test_a_stall_of_one_process" in report and "train.jsonl:4" in report
+
+
+def test_all_ranks_report_a_stall_and_name_the_same_one(watch, tmp_path):
+    ahead, behind = Progress(), Progress()
+    ahead.beat("forward"), behind.beat("forward"), ahead.beat("backward")
+    left = watch([ahead, behind], limit=0.5)
+    assert wait_for(lambda: len(left) == 2)
+    assert all("rank 1 has made no progress" in message and "rank 0 waits for it" in message for message in left.values())
+    report = (tmp_path / "stall_report.txt").read_text()
+    assert report.count("thread MainThread:") == 2 and "rank 0 (process" in report and "rank 1 (process" in report
+
+
+def test_a_rank_that_beats_is_left_alone(watch):
+    progress = Progress()
+    left = watch([progress], limit=0.5)
+    for _ in range(60):
+        progress.beat()
+        time.sleep(0.02)
+    assert not left
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_processor_time_counts_as_life_in_patient_work_alone(watch, patient):
+    progress = Progress()
+    progress.patient = int(patient)
+    left = watch([progress], limit=1.0)
+    end = time.monotonic() + 3
+    while time.monotonic() < end and not left:
+        sum(range(1000))
+    assert bool(left) is not patient
+
+
+def test_patient_work_that_does_nothing_is_a_stall(watch):
+    progress = Progress()
+    progress.patient = 1
+    left = watch([progress], limit=2.0)
+    assert wait_for(lambda: left)
+
+
+def test_the_work_of_child_processes_counts_as_life_of_patient_work(watch):
+    import subprocess
+    import sys
+
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        progress = Progress()
+        progress.patient = 1
+        left = watch([progress], limit=1.0)
+        time.sleep(3)
+        assert not left
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_failure_of_one_rank_ends_the_others_with_its_message(watch, monkeypatch):
+    monkeypatch.setattr("watchdog.SECONDS_AFTER_A_FAILURE", 0.1)
+    store, left = dist.HashStore(), {}
+    monkeypatch.setattr(Watchdog, "_leave", lambda dog, message: (left.setdefault(dog.place.rank, message), dog._done.set()))
+    places = [Place("cpu", rank=rank, world_size=2) for rank in (0, 1)]
+    failing, other = (Watchdog(Progress(), StopRequest(), place, store=store, limit=60, folder=None) for place in places)
+    other.period = 0.05
+    other.start()
+    assert failing.tell_failure("rank 0, phase load, step 0: ValueError: first") == "rank 0, phase load, step 0: ValueError: first"
+    assert wait_for(lambda: left)
+    assert left == {1: "rank 0, phase load, step 0: ValueError: first"}
+    assert other.tell_failure("rank 1: later") == "rank 0, phase load, step 0: ValueError: first"
+    other.join()
+
+
+def test_a_beat_costs_less_than_fifty_microseconds():
+    progress = Progress()
+    started = time.perf_counter()
+    for _ in range(20_000):
+        progress.beat("forward")
+    assert (time.perf_counter() - started) / 20_000 < 50e-6
+
+
+def test_the_watch_ends_with_its_work_and_leaves_no_thread(tmp_path):
+    before = threading.active_count()
+    with Watchdog(Progress(), StopRequest(), Place("cpu"), store=None, limit=60, folder=tmp_path):
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+    assert not os.listdir(tmp_path)
