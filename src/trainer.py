@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import AutocastKwargs, broadcast, broadcast_object_list, gather_object
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import (
     EarlyStoppingCallback,
     EvalPrediction,
@@ -47,11 +47,14 @@ from learning import check_weights
 from manifest import Row
 from mixing import Mix, TrainingSampler
 from model import load_weights, trainable_parameters
+from packing import PackedSampler, build_packed_sampler
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
 from speech import SpeechDataset, collate
 from stopping import StopAsked, stop_request
 from streaming import StreamedSpeech, StreamReport, build_loader
+
+SHOWN_CLIPS = 64  # named when a loss is not finite: about as many as eight packed windows hold
 
 
 def mean_token_loss(
@@ -189,7 +192,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             self.add_callback(TellDropped(self.stream))
         self.finite_steps = FiniteSteps(self._name_clips, most_skipped=max_skipped_steps)
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
-        self.windows = 0
+        self.windows, self.audio_seconds = 0, 0.0
         self._unchecked = {"training", "evaluation"}
         # Why training ended on purpose before its last step; empty when it did not.
         self.stopped = ""
@@ -212,7 +215,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         if hasattr(self.model, "_is_accelerate_prepared"):
             del self.model._is_accelerate_prepared
         self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self.windows, started = 0, time.perf_counter()
+        self.windows, self.audio_seconds, started = 0, 0.0, time.perf_counter()
         self._logged, self._began = None, started
         resumed = kwargs.get("resume_from_checkpoint")
         self._resumed = Path(resumed) if resumed else None
@@ -234,10 +237,10 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.seconds["all"] = time.perf_counter() - started
         return result
 
-    def summarize(self, mean_clip_seconds: float) -> dict[str, Any]:
+    def summarize(self) -> dict[str, Any]:
         """Figures of the training just done: steps in all, loss (nats per token, the mean over the steps of the last line
         of the log), speed over all processes without evaluations and saves, and the shares of the wall clock that went
-        into waiting for data and evaluating."""
+        into waiting for data and evaluating. Seconds of audio are those of this process, times the number of processes."""
         seconds = self.seconds
         training = max(seconds["all"] - seconds["evaluate"] - seconds["save"], 1e-9)
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
@@ -249,7 +252,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             "skipped_steps": self.finite_steps.skipped,
             "windows": self.windows,
             "windows_per_second": self.windows / training,
-            "audio_seconds_per_second": self.windows * mean_clip_seconds / training,
+            "audio_seconds_per_second": self.audio_seconds / training,
             "data_wait_share": seconds["data"] / training,
             "evaluation_share": seconds["evaluate"] / max(seconds["all"], 1e-9),
             "seconds": seconds["all"],
@@ -282,7 +285,10 @@ class WhisperTrainer(Seq2SeqTrainer):
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> TrainingSampler | PackedSampler:
+        if self.train_dataset.clips:
+            self._sampler = build_packed_sampler(self.train_dataset.clips, self.args, world_size=self.args.world_size)
+            return self._sampler
         mix = self.train_dataset.mix or Mix([len(self.train_dataset)], [1.0])
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         global_batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
@@ -325,6 +331,7 @@ class WhisperTrainer(Seq2SeqTrainer):
                 self.stream.add(batch["row_id"].tolist(), batch.pop("note"))
         self.seconds["data"] += time.perf_counter() - started
         self.windows += sum(len(batch["labels"]) for batch in batches) * self.args.world_size
+        self.audio_seconds += sum(sum(batch.pop("seconds")) for batch in batches) * self.args.world_size
         return batches, items
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -584,8 +591,8 @@ class WhisperTrainer(Seq2SeqTrainer):
 
 
 def _name_rows(rows: Sequence[Row]) -> str:
-    more = f" and {len(rows) - 16} more" if len(rows) > 16 else ""
-    return ", ".join(f"{row.file}:{row.line} ({row.audio})" for row in rows[:16]) + more
+    more = f" and {len(rows) - SHOWN_CLIPS} more" if len(rows) > SHOWN_CLIPS else ""
+    return ", ".join(f"{row.file}:{row.line} ({row.audio})" for row in rows[:SHOWN_CLIPS]) + more
 
 
 class Patience(EarlyStoppingCallback):
@@ -665,7 +672,7 @@ def build_examples(
     if part.streams:
         seed = recipe.training["seed"] if recipe.training["data_seed"] is None else recipe.training["data_seed"]
         return StreamedSpeech(part.streams, labels, data=recipe.data, place=place, seed=seed, with_mask=with_mask), sets
-    return SpeechDataset(part.rows, labels, with_mask=with_mask, mix=part.mix), sets
+    return SpeechDataset(part.rows, labels, with_mask=with_mask, mix=part.mix, clips=part.clips), sets
 
 
 def thin_out(examples: SpeechDataset, most: int | None) -> Dataset:

@@ -694,6 +694,7 @@ def test_rule_4_any_mutated_recipe_is_a_recipe_or_the_users_mistake_with_file_an
         assert isinstance(recipe, Recipe)
 # --- sources -----------------------------------------------------------------------------------------------------
 
+
 HUB = "{hub: a/b, split: train}"
 
 
@@ -750,5 +751,7 @@ def test_a_stream_counts_steps_and_comes_from_the_hub(complain, read):
     text = STREAM.replace(f"train: {HUB}", f"train: [{HUB}, b.jsonl]") + BY_STEPS
     (problem,) = complain(text)
     assert problem.startswith("recipe.yaml:7: data.train[1].path: data.streaming reads sets from the Hub only")
+    (problem,) = complain(STREAM.replace("  streaming: true", "  streaming: true\n  pack: true") + BY_STEPS)
+    assert problem.startswith("recipe.yaml:9: data.pack: needs to know the length of every clip, which a stream does not tell")
     (problem,) = complain(STREAM.replace("  max_steps: 10\n", "") + BY_STEPS)
     assert "training.max_steps: needed with data.streaming: a stream has no known length" in problem
