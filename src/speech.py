@@ -93,7 +93,7 @@ def collate(
     """Joins examples to a batch; `length_of` gives the length of the batch for its longest row.
 
     Returns `input_features` (batch x mel bins x 3000, of `features_type`), `labels` (batch x length, int64, -100 behind each
-    row's own length), `decoder_input_ids` (the labels one later, beginning with `start`), `row_id` (of all clips, int64), the lists
+    row's own length), `decoder_input_ids` (the labels one later, beginning with `start`), the lists `row_id` (of all clips),
     `seconds`, `language` and `task`, and `attention_mask` and the list `note` when the examples have them.
     """
     length = length_of(max(len(item["labels"]) for item in items))
@@ -108,7 +108,7 @@ def collate(
         "input_features": torch.from_numpy(np.stack([item["input_features"] for item in items])).to(features_type),
         "labels": labels,
         "decoder_input_ids": decoder_input_ids,
-        "row_id": torch.tensor([row_id for item in items for row_id in item["row_id"]]),
+        "row_id": [row_id for item in items for row_id in item["row_id"]],
         "seconds": [item["seconds"] for item in items],
         "language": [item["language"] for item in items],
         "task": [item["task"] for item in items],

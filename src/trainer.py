@@ -328,7 +328,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         with progress.during("data", patient=True):
             batches, items = super().get_batch_samples(*args, **kwargs)
             for batch in batches if self.stream else ():
-                self.stream.add(batch["row_id"].tolist(), batch.pop("note"))
+                self.stream.add(batch["row_id"], batch.pop("note"))
         self.seconds["data"] += time.perf_counter() - started
         self.windows += sum(len(batch["labels"]) for batch in batches) * self.args.world_size
         self.audio_seconds += sum(sum(batch.pop("seconds")) for batch in batches) * self.args.world_size
@@ -346,6 +346,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         """The loss of a micro-batch by `mean_token_loss`, NaN when it is not finite."""
         self._check_first_batch(inputs, "training")
         row_ids = inputs.pop("row_id")
+        progress.clips = partial(self._name_clips, row_ids)
         inputs = {name: value for name, value in inputs.items() if name not in ("language", "task")}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         loss = self.finite_steps.watch(loss, row_ids)
@@ -423,6 +424,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         progress.beat()
         if self.is_in_train and (reason := stop_request.agree()):
             raise StopAsked(reason)
+        row_ids = inputs["row_id"]
+        progress.clips = lambda: _name_rows([self.scored_rows[row_id][1] for row_id in row_ids])
         inputs = self._prepare_inputs(inputs)
         self._check_first_batch(inputs, "evaluation")
         labels = inputs["labels"]
@@ -433,7 +436,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             outputs = whisper(encoder_outputs=(heard,), decoder_input_ids=inputs["decoder_input_ids"], use_cache=False)
             losses = F.cross_entropy(outputs.logits.float().transpose(1, 2), labels, reduction="none").double().sum(1)
             ids = self.generate(heard, inputs["language"], inputs["task"])
-        table = torch.stack([inputs["row_id"].double(), losses, (labels != -100).sum(1).double()], dim=1)
+        table = torch.stack([torch.tensor(inputs["row_id"], dtype=torch.float64, device=losses.device), losses, (labels != -100).sum(1).double()], dim=1)
         return None, ids, table
 
     def generate(self, heard: torch.Tensor, languages: Sequence[str | None], tasks: Sequence[str]) -> torch.Tensor:

@@ -42,7 +42,7 @@ def heard(monkeypatch) -> list[list[int]]:
     batches, compute = [], trainer.WhisperTrainer.compute_loss
 
     def spy(self, model, inputs, *args, **words):
-        batches.append(inputs["row_id"].tolist())
+        batches.append(inputs["row_id"])
         return compute(self, model, inputs, *args, **words)
 
     monkeypatch.setattr(trainer.WhisperTrainer, "compute_loss", spy)
