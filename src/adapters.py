@@ -14,7 +14,8 @@ from peft.utils.other import ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-from config import UNTESTED_LORA, Recipe, find_init_problem
+from clashes import UNTESTED_LORA, find_init_problem
+from config import Recipe
 from faults import UserError, first_line
 
 ADAPTER_FILE = "adapter_model.safetensors"

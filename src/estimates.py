@@ -79,7 +79,7 @@ def find_disk_shortage(folder: Path, *, checkpoint: int, checkpoints: int, other
 def check_free_disk(
     folder: Path, recipe: Recipe, arguments: TrainingConfig, config: WhisperConfig, checked: dict[str, CheckedSet], *, world_size: int
 ) -> str:
-    """`find_disk_shortage` for this recipe: what is trained, in float32 with the optimiser's moments, and every scored text before and after."""
+    """`find_disk_shortage` for this recipe: trained weights in float32, the optimiser's moments, every scored text before and after."""
     scored = [row for name, part in checked.items() if name != "train" for row in part.rows]
     others = sum(2 * len(row.text.encode("utf-8", "replace")) + PREDICTION_BYTES for row in scored) * (2 if arguments.do_train else 1)
     if not arguments.do_train:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
-from config import ModelConfig, language_code, nearest_languages
+from config import ModelConfig
+from languages import language_code, nearest_languages
 from manifest import Row
 from model import BaseModel, token_id
 

@@ -27,6 +27,7 @@ MEETING_SECONDS = 120
 FIRST_SUM_SECONDS = 30
 _FIRST_SUM_NUMBERS = 2**20  # enough to go the way that gradients go
 _POLL_SECONDS = 0.2
+_THREAD = "meeting"
 _STORE_BYTES = 4 * 2**20  # the store breaks the connection over values of 8 MiB and more
 CAUSES = """\
 usual causes, and what to try in front of the same command:
@@ -91,7 +92,8 @@ def find_mismatches(members: dict[int, Member]) -> list[str]:
     for (host, card), ranks in cards.items():
         if card != "cpu" and len(ranks) > 1:
             problems.append(
-                f"two processes share one GPU ({_name(ranks, members)}: {card}): one process a GPU. Start: {LAUNCH.format(processes=len(cards))}"
+                f"two processes share one GPU ({_name(ranks, members)}: {card}): one process a GPU. "
+                f"Start: {LAUNCH.format(processes=len(cards))}"
             )
     differing = values({rank: "CPU" if member.card == "cpu" else "GPU" for rank, member in members.items()})
     if differing:
@@ -187,7 +189,7 @@ def _open_store(place: Place, *, host_it: bool = True) -> dist.Store:
 
 
 def exchange_members(place: Place, store: dist.Store, own: Member) -> dict[int, Member]:
-    """Tells `own` to the others and waits for theirs; by rank. Those who were started for another number of processes are not waited for.
+    """Tells `own` to the others and waits for theirs; by rank. When one was started for another number of processes, the wait ends.
 
     Raises UserError naming the ranks that have not come within MEETING_SECONDS.
     """
@@ -204,8 +206,8 @@ def exchange_members(place: Place, store: dist.Store, own: Member) -> dict[int, 
             absent = [rank for rank in range(place.world_size) if rank not in members]
             if absent and time.monotonic() > deadline:
                 raise UserError(
-                    f"{_name(absent, {})} of {place.world_size} did not come within {MEETING_SECONDS} s. Look for an earlier line of the missing "
-                    "process; on several machines each needs its own --machine_rank"
+                    f"{_name(absent, {})} of {place.world_size} did not come within {MEETING_SECONDS} s. Look for an earlier line of the "
+                    "missing process; on several machines each needs its own --machine_rank"
                 )
             time.sleep(_POLL_SECONDS if absent else 0)
     except dist.DistError as error:
@@ -223,7 +225,7 @@ def _run_within(seconds: float, work: Callable[[], Any]) -> Any:
         except Exception as error:  # whatever it is, it is raised below
             outcome.put((None, error))
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name=_THREAD, daemon=True).start()
     try:
         result, error = outcome.get(timeout=seconds)
     except queue.Empty:
@@ -233,8 +235,13 @@ def _run_within(seconds: float, work: Callable[[], Any]) -> Any:
     return result
 
 
+def is_stuck() -> bool:
+    """Whether a call of the library still hangs: then only `os._exit` ends this process in order, any other end waits or crashes."""
+    return any(thread.name == _THREAD for thread in threading.enumerate())
+
+
 def _add_up_once(place: Place, store: dist.Store, *, timeout_seconds: float) -> None:
-    """Starts the process group and adds up one tensor over all ranks, under a limit of its own: what cannot work ends here, in plain words."""
+    """Starts the process group and adds up one tensor over all ranks, under a limit of its own. Raises UserError when that fails."""
 
     def start_and_sum() -> bool:
         if place.device != "cpu":
@@ -251,7 +258,10 @@ def _add_up_once(place: Place, store: dist.Store, *, timeout_seconds: float) -> 
     try:
         is_right = _run_within(FIRST_SUM_SECONDS, start_and_sum)
     except TimeoutError:
-        absent = [rank for rank in range(place.world_size) if not store.check([f"entered/{rank}"])]
+        try:
+            absent = [rank for rank in range(place.world_size) if not store.check([f"entered/{rank}"])]
+        except dist.DistError:
+            raise UserError() from None  # the main process has told it and is gone, and the store with it
         raise UserError(describe_stall(absent)) from None
     except RuntimeError as error:
         raise UserError(f"rank {place.rank} cannot exchange numbers with the others: {first_line(error)}; {CAUSES}") from error

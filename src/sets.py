@@ -141,6 +141,8 @@ def _describe_clips(part: CheckedSet, lengths: tuple[np.ndarray, np.ndarray], la
     kinds = ((labels.language_of(row), labels.task_of(row), not row.text.strip()) for row in part.rows)
     groups = np.array([numbers.setdefault(kind, len(numbers)) for kind in kinds], dtype=np.int32)
     return Clips(*lengths, groups, token_room=labels.max_length - len(labels.prefix(part.rows[0])) - 1, mix=part.mix)
+
+
 def _open_again(pickled: bytes) -> dict[str, HubSet]:
     """The sets that the main process has loaded from the Hub, read from the files in its cache."""
     try:

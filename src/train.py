@@ -34,7 +34,7 @@ from faults import RunFailure, UserError, describe_failure, progress
 from labels import LabelBuilder
 from learning import LearningCheck, check_saved_weights
 from machines import check_same_disk
-from meeting import Meeting, connect_store, describe_members, join_processes
+from meeting import Meeting, connect_store, describe_members, is_stuck, join_processes
 from model import describe_generation, describe_model, load_model, read_base_model
 from sets import check_sets, describe_plan
 from stopping import end_with_launcher, stop_request
@@ -215,6 +215,8 @@ def start(argv: list[str]) -> None:
             # The launcher ends all ranks when the first one leaves: the main process must have told the mistake by then.
             time.sleep(SECONDS_FOR_THE_MAIN_PROCESS)
         print(*error.problems, sep="\n", file=sys.stderr, flush=True)
+        if is_stuck():
+            os._exit(2)
         sys.exit(2)
     except Exception as error:
         traceback.print_exc()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import AutocastKwargs, broadcast, broadcast_object_list, gather_object
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import (
     EarlyStoppingCallback,
     EvalPrediction,
@@ -516,6 +516,7 @@ class WhisperTrainer(Seq2SeqTrainer):
                 self._find_best_checkpoint()
                 if self.args.should_save:
                     self.state.save_to_json(str(checkpoint / STATE_FILE))
+                    (checkpoint / "README.md").unlink(missing_ok=True)  # peft's card, all of whose fields are blank
                     publish(checkpoint, most=self.args.save_total_limit, best=self.state.best_model_checkpoint)
         self.seconds["save"] += time.perf_counter() - started
 

@@ -25,7 +25,6 @@ from faults import UserError
 from trainer import build_arguments
 
 
-
 def local(rank: int, processes: int, **more: str) -> dict[str, str]:
     """The environment that launchers give one of several processes on one machine."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
@@ -74,6 +73,15 @@ def test_more_processes_than_cards_are_refused_by_every_one_of_them(processes, c
 def test_ranks_set_by_hand_are_refused_with_the_launch_command(environ, visible):
     with pytest.raises(UserError, match="LOCAL_RANK is missing.*accelerate launch --num_processes"):
         choose_device(environ, visible)
+
+
+@pytest.mark.parametrize("visible", [0, 1, 2])
+def test_a_launcher_of_several_machines_that_gives_no_rank_is_refused(visible):
+    with pytest.raises(UserError, match=r"MASTER_ADDR is 10\.0\.0\.5, .*each machine would train by itself.*--multi_gpu"):
+        choose_device({"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500"}, visible)
+    choose_device(local(0, 2, MASTER_ADDR="10.0.0.5"), 2)
+    for address in ("127.0.0.1", "localhost", ""):  # accelerate sets it for one process on one machine, too
+        choose_device({"MASTER_ADDR": address}, visible)
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])

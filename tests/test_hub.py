@@ -301,12 +301,12 @@ def test_two_parts_of_one_split_share_no_speaker_and_count_only_their_own_rows(f
 
 def test_the_other_ranks_open_what_the_main_process_loaded_and_look_nothing_up(folder, tmp_path, monkeypatch):
     data = DataConfig(train=[DataSource(hub=str(folder), split="train")], validation={"dev": DataSource(hub=str(folder), split="test")})
-    kept = []
-    meeting = SimpleNamespace(once=lambda work: kept.append(work()) or kept[0])
+    kept, alone = [], {"together": lambda work: work(), "spans_machines": False}
+    meeting = SimpleNamespace(once=lambda work: kept.append(work()) or kept[0], **alone)
     fine = SimpleNamespace(find_problem=lambda row: None)
     main = check_sets(data, fine, meeting=meeting, folder=tmp_path, with_training=True)
     monkeypatch.setattr(datasets, "load_dataset", None)
-    other = check_sets(data, fine, meeting=SimpleNamespace(once=lambda work: kept[0]), folder=tmp_path, with_training=True)
+    other = check_sets(data, fine, meeting=SimpleNamespace(once=lambda work: kept[0], **alone), folder=tmp_path, with_training=True)
     for name in ("train", "dev"):
         assert [row.sound() for row in other[name].rows] == [row.sound() for row in main[name].rows]
 
@@ -340,7 +340,7 @@ def test_a_line_that_is_bad_for_one_source_stays_in_another(tmp_path):
     manifest = tmp_path / "both.csv"
     manifest.write_text("audio,one,two\na.wav,x,\na.wav,y,z\n")
     sources = [DataSource(path=str(manifest), text_column=name) for name in ("one", "two")]
-    meeting = SimpleNamespace(once=lambda work: work())
+    meeting = Meeting(Place("cpu"), None)
     labels = SimpleNamespace(find_problem=lambda row: None if row.text else ("empty_text", ""))
     data = DataConfig(train=sources, max_dropped_share=0.5)
     checked = check_sets(data, labels, meeting=meeting, folder=tmp_path, with_training=True)["train"]

@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import find_damage, list_checkpoints
+from checkpoints import find_damage, list_checkpoints, reading_random_states
 from gradients import KeepingTrainer
 from launching import ROOT, launch, train_here, write_recipe
 from toy import build_whisper, write_speech
+from trainer import WhisperTrainer
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +82,38 @@ def test_two_processes_score_every_row_of_an_uneven_set_once(speech, tmp_path):
     assert one == two
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_resumed_run_equals_the_straight_run(speech, tmp_path, processes):
+def with_scaler(init):
+    """A trainer whose gradients are scaled by a factor that grows at the third step."""
+
+    def build(self, **words):
+        init(self, **words)
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+    return build
+
+
+def read_states(checkpoint: Path) -> dict[str, str]:
+    """All that a resumed run reads beside weights and history, as text by file."""
+    with reading_random_states():
+        states = {path.name: str(torch.load(path, weights_only=True)) for path in checkpoint.glob("*.pt*")}
+    history = json.loads((checkpoint / "trainer_state.json").read_text())
+    for key in ("log_history", "best_model_checkpoint", "total_flos"):
+        del history[key]
+    return states | {"trainer_state.json": json.dumps(history, indent=1)}
+
+
+@pytest.mark.parametrize(("processes", "scaled"), [(1, False), (1, True), (2, False)])
+def test_a_resumed_run_equals_the_straight_run(speech, tmp_path, monkeypatch, processes, scaled):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    if scaled:
+        monkeypatch.setattr(WhisperTrainer, "__init__", with_scaler(WhisperTrainer.__init__))
     recipe = write_recipe(
         speech,
+        model={"apply_spec_augment": True, "mask_time_prob": 0.5, "mask_feature_prob": 0.5},
         lora={"r": 4, "lora_alpha": 8, "lora_dropout": 0.1},
-        training={"output_dir": str(straight), "max_steps": 4, "eval_steps": 2, "save_steps": 2, "save_total_limit": None},
+        run={"early_stopping_patience": 3},
+        training={"output_dir": str(straight), "max_steps": 4, "eval_steps": 1, "save_steps": 2, "save_total_limit": None}
+        | {"load_best_model_at_end": False},
     )
 
     def train(*overrides: str) -> dict:
@@ -105,6 +131,10 @@ def test_a_resumed_run_equals_the_straight_run(speech, tmp_path, processes):
     again = train("--training.output_dir", str(resumed), "--run.resume", "auto")
     for name in ("adapter_model.safetensors", "checkpoint-4/adapter_model.safetensors"):
         torch.testing.assert_close(load_file(resumed / name), load_file(straight / name), rtol=0, atol=0)
+    states = read_states(resumed / "checkpoint-4")
+    assert states == read_states(straight / "checkpoint-4")
+    assert ("scaler.pt" in states) == scaled and len([name for name in states if name.startswith("rng_state")]) == processes
+    assert "early_stopping_patience_counter" in states["trainer_state.json"]
     for part in ("baseline", "best", "final"):
         assert again[part] == first[part]
     assert json.loads((resumed / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4

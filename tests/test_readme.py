@@ -36,7 +36,9 @@ STARTED_ELSEWHERE = [
     ["accelerate", "launch", "--config_file", "accelerate_config.yaml"],
     ["python"],
 ]
-LAUNCHER_OPTIONS = ("--num_processes", "--main_process_port", "--config_file", "--standalone", "--nproc_per_node")
+# Two of them wait for each other; started for real by test_machines.py, on one machine.
+SEVERAL_MACHINES = ("--multi_gpu", "--num_machines", "--machine_rank", "--main_process_ip")
+LAUNCHER_OPTIONS = ("--num_processes", "--main_process_port", "--config_file", "--standalone", "--nproc_per_node", *SEVERAL_MACHINES)
 
 
 def spans(text: str) -> list[str]:
@@ -178,7 +180,8 @@ def test_every_launcher_is_given_words_that_it_knows():
 
 def new_launchers() -> list[list[str]]:
     launchers = [shlex.join(split_launcher(words)[0]).replace(" --main_process_port 0", "") for words in of_kind("train")]
-    return [words for words in map(shlex.split, dict.fromkeys(launchers)) if words not in STARTED_ELSEWHERE]
+    found = [words for words in map(shlex.split, dict.fromkeys(launchers)) if words not in STARTED_ELSEWHERE]
+    return [words for words in found if not {*words} >= {*SEVERAL_MACHINES}]
 
 
 @pytest.mark.parametrize("launcher", new_launchers(), ids=shlex.join)
@@ -192,6 +195,12 @@ def test_every_launcher_starts_the_program(launcher, tmp_path):
     run = execute([program, *launcher[1:], *port, *train_words], CUDA_VISIBLE_DEVICES="")
     assert run.status == 0, run.tail
     assert run.stdout.count("--check: this run can start") == 1
+
+
+def test_the_commands_for_several_machines_differ_in_the_number_of_the_machine_alone():
+    launchers = [shlex.join(split_launcher(words)[0]) for words in of_kind("train") if "--machine_rank" in words]
+    assert [re.sub("machine_rank [01] ", "", line) for line in launchers] == [launchers[0].replace("machine_rank 0 ", "")] * 2
+    assert all(option in launchers[1] for option in SEVERAL_MACHINES) and "machine_rank 1 " in launchers[1]
 
 
 def test_every_script_is_valid_and_the_test_command_is_what_ci_runs():
