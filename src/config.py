@@ -151,7 +151,7 @@ class RunConfig:
     """How the run goes.
 
     Args:
-        global_batch_size: clips, or windows of them (data.pack), a step over all processes; gradient accumulation follows; null: the training section decides.
+        global_batch_size: clips (windows with data.pack) a step over all processes; accumulation follows; null: the training section tells.
         baseline: score the untouched model first.
         resume: auto goes on from the newest complete checkpoint in output_dir.
         max_eval_samples: a fixed seeded subset of each set during training; the full sets are scored at the end.

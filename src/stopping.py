@@ -61,7 +61,9 @@ class StopRequest:
         if self._signals is not None:
             try:
                 for number in self._signals.recv(16):
-                    self.ask(signal.Signals(number).name)
+                    # Others are handled too: loader workers that end send SIGCHLD.
+                    if number in (signal.SIGTERM, signal.SIGINT):
+                        self.ask(signal.Signals(number).name)
             except BlockingIOError:
                 pass
         if time.monotonic() > self.limit:
