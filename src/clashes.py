@@ -34,6 +34,7 @@ UNTESTED = {
     "bf16_full_eval": "the compute type is one in training, evaluation and generation",
     "fp16_full_eval": "the compute type is one in training, evaluation and generation",
     "activation_checkpointing": "write training.gradient_checkpointing",
+    "save_on_each_node": "the main process alone writes, into a folder that all machines share",
     "save_only_model": "a checkpoint without optimiser state cannot be resumed",
     "ignore_data_skip": "a resumed run goes on with the same order of data",
     "resume_from_checkpoint": "write run.resume: auto",
@@ -282,6 +283,8 @@ def _find_streaming_clashes(recipe: "Recipe", judge: Judge) -> None:
     for number, source in enumerate(recipe.data.train):
         if source.path:
             judge.add(f"data.train[{number}].path", "data.streaming reads sets from the Hub only; write hub, or data.streaming: false")
+    if recipe.data.pack:
+        judge.add("data.pack", "needs to know the length of every clip, which a stream does not tell (data.streaming); leave one of them out")
     if recipe.training["max_steps"] <= 0:
         judge.add("training.max_steps", "needed with data.streaming: a stream has no known length, so epochs cannot be counted")
     for key in ("eval_strategy", "save_strategy", "logging_strategy"):

@@ -125,6 +125,7 @@ class DataConfig:
         max_dropped_share: of a set; more is an error.
         allow_empty_text: teach silence as an empty transcript.
         streaming: read the training sets, all on the Hub, while training; they are never downloaded whole.
+        pack: short clips of one language and one task share a 30 s window; training only.
     """
 
     train: list[DataSource] = field(default_factory=list)
@@ -137,6 +138,7 @@ class DataConfig:
     max_dropped_share: float = 0.1
     allow_empty_text: bool = False
     streaming: bool = False
+    pack: bool = False
 
     def sources(self) -> dict[str, DataSource]:
         """Every source by its place in the recipe: data.train[0], data.validation.dev."""
@@ -149,7 +151,7 @@ class RunConfig:
     """How the run goes.
 
     Args:
-        global_batch_size: clips a step over all processes; gradient accumulation follows; null: the training section decides.
+        global_batch_size: clips (windows with data.pack) a step over all processes; accumulation follows; null: the training section tells.
         baseline: score the untouched model first.
         resume: auto goes on from the newest complete checkpoint in output_dir.
         max_eval_samples: a fixed seeded subset of each set during training; the full sets are scored at the end.

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,9 +37,9 @@ SoundKey = str | tuple[int, int]
 
 @dataclass(slots=True)
 class SetCheck:
-    """What the check found in the set `name`: `rows` are kept (`seconds` of sound in all), `bad_rows` dropped,
-    `warnings` are about kept rows; rows_read == len(rows) + len(bad_rows). `sounds` has a word for the content and segment of
-    each kept row ("": not known), and `notes` are lines about the whole set, for the page."""
+    """What the check found in the set `name`: `rows` are kept (`seconds` of sound in all, `samples` at 16 kHz of each), `bad_rows`
+    dropped, `warnings` are about kept rows; rows_read == len(rows) + len(bad_rows). `sounds` has a word for the content and segment
+    of each kept row ("": not known), and `notes` are lines about the whole set, for the page."""
 
     name: str
     rows_read: int
@@ -46,6 +47,7 @@ class SetCheck:
     bad_rows: list[BadRow]
     warnings: list[BadRow]
     seconds: float
+    samples: array = field(default_factory=lambda: array("i"))
     sounds: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -86,6 +88,7 @@ def check_rows(
         check.rows.append(row)
         check.sounds.append(sound)
         check.seconds += measure.seconds
+        check.samples.append(measure.samples)
         check.warnings += (BadRow(row.file, row.line, row.audio, *warning) for warning in _find_warnings(row, measure))
     order = {file: place for place, file in enumerate(dict.fromkeys(row.file for row in [*rows, *reader_bad_rows]))}
     check.bad_rows.sort(key=lambda row: (order[row.file], row.line))

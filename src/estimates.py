@@ -3,7 +3,7 @@
 import heapq
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from faults import UserError
 from labels import LabelBuilder
 from manifest import Row
 from memory_plan import MemoryCounter, card_bytes, describe_memory
+from packing import build_packed_sampler
 from sets import CheckedSet, count_steps
 from time_plan import count_operations, describe_time, measure_products
 
@@ -89,7 +90,7 @@ def find_disk_shortage(folder: Path, *, checkpoint: int, checkpoints: int, other
 def check_free_disk(
     folder: Path, recipe: Recipe, arguments: TrainingConfig, config: WhisperConfig, checked: dict[str, CheckedSet], *, world_size: int
 ) -> str:
-    """`find_disk_shortage` for this recipe: what is trained, in float32 with the optimiser's moments, and every scored text before and after."""
+    """`find_disk_shortage` for this recipe: trained weights in float32, the optimiser's moments, every scored text before and after."""
     scored = [row for name, part in checked.items() if name != "train" for row in part.rows]
     others = sum(2 * len(row.text.encode("utf-8", "replace")) + PREDICTION_BYTES for row in scored) * (2 if arguments.do_train else 1)
     if not arguments.do_train:
@@ -112,6 +113,13 @@ def measure_labels(rows: Sequence[Row], labels: LabelBuilder) -> tuple[int, floa
     return max(*(len(labels.build(row)) for row in longest), *spread), sum(spread) / len(spread)
 
 
+def measure_packed_labels(train: CheckedSet, labels: LabelBuilder, windows: Iterable[tuple[int, ...]]) -> tuple[int, float]:
+    """The most label tokens of a window of packed clips, and their mean; `windows` hold numbers of rows."""
+    around = len(labels.prefix(train.rows[0])) + 1
+    lengths = [around + int(train.clips.tokens[list(rows)].sum()) for rows in windows]
+    return max(lengths), sum(lengths) / len(lengths)
+
+
 def describe_needs(
     recipe: Recipe, arguments: TrainingConfig, *, labels: LabelBuilder, train: CheckedSet, place: Place, compute_type: torch.dtype
 ) -> list[str]:
@@ -119,7 +127,10 @@ def describe_needs(
     if not place.is_main:
         return []
     config, compiled = labels.base.config, recipe.training["torch_compile"]
-    longest, mean = measure_labels(train.rows, labels)
+    if train.clips:
+        longest, mean = measure_packed_labels(train, labels, build_packed_sampler(train.clips, arguments, world_size=place.world_size))
+    else:
+        longest, mean = measure_labels(train.rows, labels)
     if compiled:
         longest, mean = (padded_length(math.ceil(length), most=config.max_target_positions) for length in (longest, mean))
     counter = MemoryCounter(

@@ -16,7 +16,7 @@ class Step(NamedTuple):
 
     number: int
     values: torch.Tensor
-    row_ids: list[torch.Tensor]
+    row_ids: list[Sequence[int]]
     event: torch.cuda.Event | None
     is_scaled: bool
 
@@ -38,11 +38,11 @@ class FiniteSteps:
         self.row_names, self.most_skipped = row_names, most_skipped
         self.skipped = 0
         self._in_a_row: list[str] = []
-        self._losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._losses: list[tuple[torch.Tensor, Sequence[int]]] = []
         self._last: Step | None = None
         self._steps = self._broken = 0
 
-    def watch(self, loss: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+    def watch(self, loss: torch.Tensor, row_ids: Sequence[int]) -> torch.Tensor:
         """Remembers the loss of a micro-batch; gives it back, as NaN when it is not finite.
 
         The gradient of an infinite loss can be finite; that of NaN is NaN, and through the mean it is so on every rank.
@@ -92,7 +92,7 @@ class FiniteSteps:
             return
         self._broken += 1
         broken = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
-        clips = [row_id for i in broken or range(len(losses)) for row_id in last.row_ids[i].tolist()]
+        clips = [row_id for i in broken or range(len(losses)) for row_id in last.row_ids[i]]
         told = gather_object([(losses[broken[0]] if broken else None, self.row_names(clips))])
         faults = [f"the loss is {loss} on {names} (rank {rank})" for rank, (loss, names) in enumerate(told) if loss is not None]
         if last.is_scaled and not faults:

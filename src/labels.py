@@ -1,6 +1,7 @@
 """What is a row's label? Token ids by name for the loaded tokenizer, one function for every row."""
 
 import re
+import unicodedata
 from collections.abc import Iterable
 
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
@@ -12,6 +13,8 @@ from model import BaseModel, token_id
 
 # Anything that reads like a special token: their ids would be taken for marks, not for text.
 _MARK = re.compile(r"<\|[^<>|]*\|>")
+# Written without a blank between sentences. Thai, Lao, Khmer and Burmese have none between words, but have one there.
+_WITHOUT_BLANKS = ("zh", "yue", "ja")
 
 
 class LabelBuilder:
@@ -44,14 +47,43 @@ class LabelBuilder:
             names = [f"<|{self.language_of(row)}|>", f"<|{self.task_of(row)}|>", *names]
         return [token_id(self.tokenizer, name) for name in names]
 
-    def build(self, row: Row) -> list[int]:
+    def build(self, row: Row, *others: Row) -> list[int]:
         """Label ids of a row: prefix, text, end. The start token is not among them: the decoder's input begins with it.
 
-        The text is stripped and given one leading blank, as the base models were trained.
+        The text is stripped and given one leading blank, as the base models were trained. With `others`, rows of the same
+        language and task heard behind it in one window, their texts follow, joined as `blank_between` says.
         """
+        ids, before = self.prefix(row), ""
+        for each in (row, *others):
+            # One text after another: tokens never reach over a join, so that those of a window are counted before it is made.
+            text = each.text.strip()
+            if text:
+                ids += self._encode(self.blank_between(before, text, row=row) + text)
+                before = text
+        return [*ids, self.end]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def blank_between(self, before: str, after: str, *, row: Row) -> str:
+        """What stands between two texts of the row's language and task, or ("" before) at the very beginning: a blank.
+
+        Chinese, Cantonese and Japanese have none beside a wide character; a translation is English.
+        """
+        if not before or not self._has_no_blanks(row):
+            return " "
+        return "" if any(unicodedata.east_asian_width(letter) in "WF" for letter in (before[-1], after[0])) else " "
+
+    def _has_no_blanks(self, row: Row) -> bool:
+        return self.task_of(row) == "transcribe" and self.language_of(row) in _WITHOUT_BLANKS
+
+    def count_tokens(self, row: Row) -> int:
+        """The most tokens that the row's text takes in a label, with or without a blank in front."""
         text = row.text.strip()
-        ids = self.tokenizer.encode(f" {text}", add_special_tokens=False) if text else []
-        return [*self.prefix(row), *ids, self.end]
+        if not text:
+            return 0
+        forms = (f" {text}", text) if self._has_no_blanks(row) else (f" {text}",)
+        return max(len(self._encode(form)) for form in forms)
 
     def describe_translation(self, rows: Iterable[Row]) -> list[str]:
         """A warning for the log when rows are to be translated by a model whose decoder was cut down, such as turbo."""

@@ -13,9 +13,9 @@ from model import load_weights, trainable_parameters
 class LearningCheck(TrainerCallback):
     """Stops a run that teaches nothing within its first two real steps.
 
-    A real step was not skipped (`was_skipped`, of no arguments, tells after it) and had a learning rate above zero. After the first, every LoRA B
-    matrix must have moved; after the second, every other trained tensor too (the gradient of A is exactly zero while B
-    is). Every trained tensor must have a finite gradient.
+    A real step was not skipped (`was_skipped`, of no arguments, tells after it) and had a learning rate above zero. After
+    the first, every LoRA B matrix must have moved; after the second, every other trained tensor too (the gradient of A is
+    exactly zero while B is). Every trained tensor must have a finite gradient.
     """
 
     def __init__(self, model: torch.nn.Module, was_skipped: Callable[[], bool]):

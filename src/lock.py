@@ -19,8 +19,8 @@ def lock_folder(folder: Path) -> None:
     Raises UserError naming the process that has it, OSError when the file cannot be written.
     """
     path = (folder / LOCK_FILE).resolve()
-    if path in _held and path.exists() and os.path.samestat(path.stat(), os.fstat(_held[path].fileno())):
-        return
+    if path.exists() and any(os.path.samestat(path.stat(), os.fstat(file.fileno())) for file in _held.values()):
+        return  # its own, perhaps under the name that the folder had before
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

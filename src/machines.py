@@ -49,13 +49,16 @@ def check_same_files(rows: Sequence[Row], expected: np.ndarray) -> None:
     found = measure_files(rows)
     for row, own, other in zip(rows, found.tolist(), expected.tolist(), strict=False):
         if own[0] != other[0]:
-            raise UserError(f"{row.file}:{row.line}: this line is another one than the main process reads; give all machines the same manifests")
+            said = "this line is another one than the main process reads; give all machines the same manifests"
+            raise UserError(f"{row.file}:{row.line}: {said}")
         if own[1] != other[1]:
             here = "is missing here" if own[1] == MISSING else f"has {own[1]:,} bytes here"
             there = "is missing" if other[1] == MISSING else f"has {other[1]:,} bytes"
-            raise UserError(f"{row.file}:{row.line}: {row.audio} {here} and {there} where the main process runs; give all machines the same files")
+            said = f"{here} and {there} where the main process runs; give all machines the same files"
+            raise UserError(f"{row.file}:{row.line}: {row.audio} {said}")
     if len(found) != len(expected):
-        raise UserError(f"the manifests have {len(found):,} rows here and {len(expected):,} where the main process reads; give all machines the same")
+        said = f"the manifests have {len(found):,} rows here and {len(expected):,} where the main process reads"
+        raise UserError(f"{said}; give all machines the same")
 
 
 def needs_shared_folder(recipe: Recipe) -> bool:
@@ -65,7 +68,7 @@ def needs_shared_folder(recipe: Recipe) -> bool:
 
 
 def check_same_disk(recipe: Recipe, meeting: Meeting) -> None:
-    """Raises UserError when another machine has to read what the main process writes into the output folder, and does not see it."""
+    """Raises UserError when another machine has to read what is written into the output folder and does not see it."""
     if not meeting.spans_machines or not needs_shared_folder(recipe):
         return
     folder = Path(recipe.training["output_dir"])

@@ -92,7 +92,8 @@ def find_mismatches(members: dict[int, Member]) -> list[str]:
     for (host, card), ranks in cards.items():
         if card != "cpu" and len(ranks) > 1:
             problems.append(
-                f"two processes share one GPU ({_name(ranks, members)}: {card}): one process a GPU. Start: {LAUNCH.format(processes=len(cards))}"
+                f"two processes share one GPU ({_name(ranks, members)}: {card}): one process a GPU. "
+                f"Start: {LAUNCH.format(processes=len(cards))}"
             )
     differing = values({rank: "CPU" if member.card == "cpu" else "GPU" for rank, member in members.items()})
     if differing:
@@ -188,7 +189,7 @@ def _open_store(place: Place, *, host_it: bool = True) -> dist.Store:
 
 
 def exchange_members(place: Place, store: dist.Store, own: Member) -> dict[int, Member]:
-    """Tells `own` to the others and waits for theirs; by rank. Those who were started for another number of processes are not waited for.
+    """Tells `own` to the others and waits for theirs; by rank. When one was started for another number of processes, the wait ends.
 
     Raises UserError naming the ranks that have not come within MEETING_SECONDS.
     """
@@ -205,8 +206,8 @@ def exchange_members(place: Place, store: dist.Store, own: Member) -> dict[int, 
             absent = [rank for rank in range(place.world_size) if rank not in members]
             if absent and time.monotonic() > deadline:
                 raise UserError(
-                    f"{_name(absent, {})} of {place.world_size} did not come within {MEETING_SECONDS} s. Look for an earlier line of the missing "
-                    "process; on several machines each needs its own --machine_rank"
+                    f"{_name(absent, {})} of {place.world_size} did not come within {MEETING_SECONDS} s. Look for an earlier line of the "
+                    "missing process; on several machines each needs its own --machine_rank"
                 )
             time.sleep(_POLL_SECONDS if absent else 0)
     except dist.DistError as error:
@@ -240,7 +241,7 @@ def is_stuck() -> bool:
 
 
 def _add_up_once(place: Place, store: dist.Store, *, timeout_seconds: float) -> None:
-    """Starts the process group and adds up one tensor over all ranks, under a limit of its own: what cannot work ends here, in plain words."""
+    """Starts the process group and adds up one tensor over all ranks, under a limit of its own. Raises UserError when that fails."""
 
     def start_and_sum() -> bool:
         if place.device != "cpu":

@@ -8,6 +8,9 @@ import pickle
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+from tqdm import tqdm
+
 from config import DataConfig, DataSource, TrainingConfig
 from data_check import REPORT_FILE, SetCheck, check_rows, describe, judge_set, write_data_report
 from device import Place
@@ -19,6 +22,7 @@ from manifest import BadRow, Row, read_manifest
 from meeting import Meeting
 from mixing import Mix
 from overlaps import describe_overlaps
+from packing import Clips, build_packed_sampler
 from speakers import choose_speakers
 from streaming import FIRST_ROWS, read_first_rows
 
@@ -28,13 +32,15 @@ logger = logging.getLogger("manifest")  # the one that says what was taken from 
 @dataclass
 class CheckedSet:
     """Rows that can be used, how many the sources had, how long the usable ones last (seconds), and how an epoch mixes them
-    (None: each once). Of a streamed set `streams` are its sources, and the rows only its first ones, without their sound."""
+    (None: each once). Of a streamed set `streams` are its sources, and the rows only its first ones, without their sound.
+    `clips` tells how long each row is, for packing (None: a window for each)."""
 
     rows: list[Row]
     rows_total: int
     seconds: float
     mix: Mix | None = None
     streams: list[HubSet] = field(default_factory=list)
+    clips: Clips | None = None
 
 
 @dataclass
@@ -86,6 +92,7 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
                 "dropped": _number_dropped(tables[check.name], check),
                 "rows_total": check.rows_read,
                 "seconds": check.seconds,
+                "lengths": _measure_lengths(check, labels) if data.pack and check.name == "train" else None,
             }
             for check in checks
         }
@@ -117,7 +124,23 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
             _refuse_empty_sources(parts, data, report=folder / REPORT_FILE)
             result[name].mix = Mix([len(part) for part in parts], [source.weight for source in data.train])
             result[name].streams = [opened[place] for place in opened if place.startswith("data.train[")] if first_rows else []
+            if data.pack:
+                result[name].clips = _describe_clips(result[name], facts["lengths"], labels)
     return result
+
+
+def _measure_lengths(check: SetCheck, labels: LabelBuilder) -> tuple[np.ndarray, np.ndarray]:
+    """Samples and text tokens of each row: six bytes a row on their way to the other ranks."""
+    tokens = (labels.count_tokens(row) for row in tqdm(check.rows, f"{check.name}: tokens", delay=2, unit="row"))
+    return np.array(check.samples, dtype=np.int32), np.fromiter(tokens, dtype=np.int16, count=len(check.rows))
+
+
+def _describe_clips(part: CheckedSet, lengths: tuple[np.ndarray, np.ndarray], labels: LabelBuilder) -> Clips:
+    """Silence with an empty text shares windows with silence alone: between texts it would no longer be taught as empty."""
+    numbers: dict[tuple[str | None, str, bool], int] = {}
+    kinds = ((labels.language_of(row), labels.task_of(row), not row.text.strip()) for row in part.rows)
+    groups = np.array([numbers.setdefault(kind, len(numbers)) for kind in kinds], dtype=np.int32)
+    return Clips(*lengths, groups, token_room=labels.max_length - len(labels.prefix(part.rows[0])) - 1, mix=part.mix)
 
 
 def _open_again(pickled: bytes) -> dict[str, HubSet]:
@@ -231,23 +254,29 @@ def _check_set(name: str, tables: list[Table], *, data: DataConfig, labels: Labe
 def count_steps(train: CheckedSet, arguments: TrainingConfig, *, world_size: int) -> tuple[int, float]:
     """Optimiser steps of the whole run, and the epochs that they are (of a stream: of its first rows)."""
     whole = world_size * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
-    an_epoch = math.ceil((sum(train.mix.clips) if train.mix else len(train.rows)) / whole)
+    packed = build_packed_sampler(train.clips, arguments, world_size=world_size) if train.clips else None
+    windows = len(packed) if packed else sum(train.mix.clips) if train.mix else len(train.rows)
+    an_epoch = math.ceil(windows / whole)
     steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * an_epoch)
     return steps, steps / an_epoch
 
 
 def describe_plan(train: CheckedSet, data: DataConfig, arguments: TrainingConfig, *, place: Place) -> str:
-    """For the log: clips and hours, steps, warm-up and epochs, the global batch with its sum, and clips by source where they
-    differ in weight."""
+    """For the log: clips and hours, steps, warm-up and epochs, the global batch with its sum, clips by source where they differ in
+    weight, and how they are packed."""
     each, accumulated = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     whole = place.world_size * each * accumulated
     clips = train.mix.clips if train.mix else [len(train.rows)]
+    packed = build_packed_sampler(train.clips, arguments, world_size=place.world_size) if train.clips else None
     steps, epochs = count_steps(train, arguments, world_size=place.world_size)
     epochs = "streamed" if train.streams else f"{epochs:.1f} epochs of {len(train.rows):,} clips, {train.seconds / 3600:.1f} h"
     line = (
-        f"{steps:,} steps ({epochs}), {arguments.get_warmup_steps(steps):,} of warm-up, each of {whole} clips = {place.world_size} process"
+        f"{steps:,} steps ({epochs}), {arguments.get_warmup_steps(steps):,} of warm-up, each of {whole} "
+        f"{'windows' if packed else 'clips'} = {place.world_size} process"
         f"{'es' if place.world_size > 1 else ''} x {each} at once x {accumulated} accumulated"
     )
+    if packed:
+        line += f"\n{packed.describe()}"
     if train.mix is None or train.mix.is_plain:
         return line
     if train.streams:

@@ -51,6 +51,7 @@ class StopRequest:
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: self.ask(signal.Signals(number).name))
+        os.register_at_fork(after_in_child=_forget_signals)
 
     def set_time_limit(self, seconds: float | None) -> None:
         """Asks for a stop when `seconds` from now have passed; None: never."""
@@ -61,7 +62,9 @@ class StopRequest:
         if self._signals is not None:
             try:
                 for number in self._signals.recv(16):
-                    self.ask(signal.Signals(number).name)
+                    # Others are handled too: loader workers that end send SIGCHLD.
+                    if number in (signal.SIGTERM, signal.SIGINT):
+                        self.ask(signal.Signals(number).name)
             except BlockingIOError:
                 pass
         if time.monotonic() > self.limit:
@@ -78,6 +81,13 @@ class StopRequest:
         if number:
             self.ask(REASONS[number])
         return REASONS[number]
+
+
+def _forget_signals() -> None:
+    """Workers do not ask for this process: they end when they are told to, and Ctrl-C, which reaches them too, leaves them at work."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 stop_request = StopRequest()

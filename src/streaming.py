@@ -91,7 +91,7 @@ class StreamedSpeech(IterableDataset):
             fsspec.asyn.reset_lock()  # taken over from the parent by fork, it may never be released
         reader, readers = self.place.rank * workers + number, self.place.world_size * workers
         for count, (row, note) in enumerate(self.read(reader, readers)):
-            example = build_example(row, self.labels, row_id=count * readers + reader, with_mask=self.with_mask)
+            example = build_example([row], self.labels, row_ids=[count * readers + reader], with_mask=self.with_mask)
             yield example | {"note": note}
 
     def read(self, reader: int, readers: int) -> Iterator[tuple[Row, Note]]:

@@ -36,7 +36,7 @@ from learning import LearningCheck, check_saved_weights
 from machines import check_same_disk
 from meeting import Meeting, connect_store, describe_members, is_stuck, join_processes
 from model import describe_generation, describe_model, load_model, read_base_model
-from sets import CheckedSet, check_sets, describe_plan
+from sets import check_sets, describe_plan
 from stopping import end_with_launcher, stop_request
 from trainer import ExplodingLoss, Patience, RecipeSteps, WhisperTrainer, build_arguments, build_examples, thin_out
 from versions import check_versions
@@ -133,7 +133,7 @@ def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog
     if place.is_main:
         output.write_text(folder / output.RECIPE_FILE, dump_recipe(recipe))
     if arguments.do_train:
-        results |= train(recipe, trainer, folder, meeting=meeting, checked=checked)
+        results |= train(recipe, trainer, folder, meeting=meeting)
     if trainer.stopped:
         if place.is_main:
             output.write_json(folder / output.RESULTS_FILE, results)
@@ -152,9 +152,7 @@ def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog
     trainer.accelerator.end_training()
 
 
-def train(
-    recipe: Recipe, trainer: WhisperTrainer, folder: Path, *, meeting: Meeting, checked: dict[str, CheckedSet]
-) -> dict[str, Any]:
+def train(recipe: Recipe, trainer: WhisperTrainer, folder: Path, *, meeting: Meeting) -> dict[str, Any]:
     """Scores the untouched model, trains from the start or from the newest complete checkpoint, saves and reads back.
 
     Returns the parts `baseline`, `train`, `best` and `status` of the results.
@@ -179,8 +177,7 @@ def train(
     else:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.pop_callback(Patience)
-    part = checked["train"]
-    summary = trainer.summarize(part.seconds / len(part.rows)) | {"peak_memory_gib": peak_memory_gib(place)}
+    summary = trainer.summarize() | {"peak_memory_gib": peak_memory_gib(place)}
     best = {"metric": best_metric(recipe), "value": trainer.state.best_metric, "step": trainer.state.best_global_step}
     parts: dict[str, Any] = {"baseline": baseline, "train": summary, "best": best}
     if trainer.stopped:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import AutocastKwargs, broadcast, broadcast_object_list, gather_object
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import (
     EarlyStoppingCallback,
     EvalPrediction,
@@ -47,11 +47,14 @@ from learning import check_weights
 from manifest import Row
 from mixing import Mix, TrainingSampler
 from model import load_weights, trainable_parameters
+from packing import PackedSampler, build_packed_sampler
 from scores import compute_scores, decode_ids
 from sets import CheckedSet
 from speech import SpeechDataset, collate
 from stopping import StopAsked, stop_request
 from streaming import StreamedSpeech, StreamReport, build_loader
+
+SHOWN_CLIPS = 64  # named when a loss is not finite: about as many as eight packed windows hold
 
 
 def mean_token_loss(
@@ -189,7 +192,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             self.add_callback(TellDropped(self.stream))
         self.finite_steps = FiniteSteps(self._name_clips, most_skipped=max_skipped_steps)
         self.seconds = {"all": 0.0, "data": 0.0, "evaluate": 0.0, "save": 0.0}
-        self.windows = 0
+        self.windows, self.audio_seconds = 0, 0.0
         self._unchecked = {"training", "evaluation"}
         # Why training ended on purpose before its last step; empty when it did not.
         self.stopped = ""
@@ -212,7 +215,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         if hasattr(self.model, "_is_accelerate_prepared"):
             del self.model._is_accelerate_prepared
         self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self.windows, started = 0, time.perf_counter()
+        self.windows, self.audio_seconds, started = 0, 0.0, time.perf_counter()
         self._logged, self._began = None, started
         resumed = kwargs.get("resume_from_checkpoint")
         self._resumed = Path(resumed) if resumed else None
@@ -234,10 +237,10 @@ class WhisperTrainer(Seq2SeqTrainer):
         self.seconds["all"] = time.perf_counter() - started
         return result
 
-    def summarize(self, mean_clip_seconds: float) -> dict[str, Any]:
+    def summarize(self) -> dict[str, Any]:
         """Figures of the training just done: steps in all, loss (nats per token, the mean over the steps of the last line
         of the log), speed over all processes without evaluations and saves, and the shares of the wall clock that went
-        into waiting for data and evaluating."""
+        into waiting for data and evaluating. Seconds of audio are those of this process, times the number of processes."""
         seconds = self.seconds
         training = max(seconds["all"] - seconds["evaluate"] - seconds["save"], 1e-9)
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
@@ -249,7 +252,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             "skipped_steps": self.finite_steps.skipped,
             "windows": self.windows,
             "windows_per_second": self.windows / training,
-            "audio_seconds_per_second": self.windows * mean_clip_seconds / training,
+            "audio_seconds_per_second": self.audio_seconds / training,
             "data_wait_share": seconds["data"] / training,
             "evaluation_share": seconds["evaluate"] / max(seconds["all"], 1e-9),
             "seconds": seconds["all"],
@@ -282,7 +285,10 @@ class WhisperTrainer(Seq2SeqTrainer):
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> TrainingSampler | PackedSampler:
+        if self.train_dataset.clips:
+            self._sampler = build_packed_sampler(self.train_dataset.clips, self.args, world_size=self.args.world_size)
+            return self._sampler
         mix = self.train_dataset.mix or Mix([len(self.train_dataset)], [1.0])
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         global_batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
@@ -322,9 +328,10 @@ class WhisperTrainer(Seq2SeqTrainer):
         with progress.during("data", patient=True):
             batches, items = super().get_batch_samples(*args, **kwargs)
             for batch in batches if self.stream else ():
-                self.stream.add(batch["row_id"].tolist(), batch.pop("note"))
+                self.stream.add(batch["row_id"], batch.pop("note"))
         self.seconds["data"] += time.perf_counter() - started
         self.windows += sum(len(batch["labels"]) for batch in batches) * self.args.world_size
+        self.audio_seconds += sum(sum(batch.pop("seconds")) for batch in batches) * self.args.world_size
         return batches, items
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -339,6 +346,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         """The loss of a micro-batch by `mean_token_loss`, NaN when it is not finite."""
         self._check_first_batch(inputs, "training")
         row_ids = inputs.pop("row_id")
+        progress.clips = partial(self._name_clips, row_ids)
         inputs = {name: value for name, value in inputs.items() if name not in ("language", "task")}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         loss = self.finite_steps.watch(loss, row_ids)
@@ -416,6 +424,8 @@ class WhisperTrainer(Seq2SeqTrainer):
         progress.beat()
         if self.is_in_train and (reason := stop_request.agree()):
             raise StopAsked(reason)
+        row_ids = inputs["row_id"]
+        progress.clips = lambda: _name_rows([self.scored_rows[row_id][1] for row_id in row_ids])
         inputs = self._prepare_inputs(inputs)
         self._check_first_batch(inputs, "evaluation")
         labels = inputs["labels"]
@@ -426,7 +436,7 @@ class WhisperTrainer(Seq2SeqTrainer):
             outputs = whisper(encoder_outputs=(heard,), decoder_input_ids=inputs["decoder_input_ids"], use_cache=False)
             losses = F.cross_entropy(outputs.logits.float().transpose(1, 2), labels, reduction="none").double().sum(1)
             ids = self.generate(heard, inputs["language"], inputs["task"])
-        table = torch.stack([inputs["row_id"].double(), losses, (labels != -100).sum(1).double()], dim=1)
+        table = torch.stack([torch.tensor(inputs["row_id"], dtype=torch.float64, device=losses.device), losses, (labels != -100).sum(1).double()], dim=1)
         return None, ids, table
 
     def generate(self, heard: torch.Tensor, languages: Sequence[str | None], tasks: Sequence[str]) -> torch.Tensor:
@@ -509,6 +519,7 @@ class WhisperTrainer(Seq2SeqTrainer):
                 self._find_best_checkpoint()
                 if self.args.should_save:
                     self.state.save_to_json(str(checkpoint / STATE_FILE))
+                    (checkpoint / "README.md").unlink(missing_ok=True)  # peft's card, all of whose fields are blank
                     publish(checkpoint, most=self.args.save_total_limit, best=self.state.best_model_checkpoint)
         self.seconds["save"] += time.perf_counter() - started
 
@@ -583,8 +594,8 @@ class WhisperTrainer(Seq2SeqTrainer):
 
 
 def _name_rows(rows: Sequence[Row]) -> str:
-    more = f" and {len(rows) - 16} more" if len(rows) > 16 else ""
-    return ", ".join(f"{row.file}:{row.line} ({row.audio})" for row in rows[:16]) + more
+    more = f" and {len(rows) - SHOWN_CLIPS} more" if len(rows) > SHOWN_CLIPS else ""
+    return ", ".join(f"{row.file}:{row.line} ({row.audio})" for row in rows[:SHOWN_CLIPS]) + more
 
 
 class Patience(EarlyStoppingCallback):
@@ -664,7 +675,7 @@ def build_examples(
     if part.streams:
         seed = recipe.training["seed"] if recipe.training["data_seed"] is None else recipe.training["data_seed"]
         return StreamedSpeech(part.streams, labels, data=recipe.data, place=place, seed=seed, with_mask=with_mask), sets
-    return SpeechDataset(part.rows, labels, with_mask=with_mask, mix=part.mix), sets
+    return SpeechDataset(part.rows, labels, with_mask=with_mask, mix=part.mix, clips=part.clips), sets
 
 
 def thin_out(examples: SpeechDataset, most: int | None) -> Dataset:

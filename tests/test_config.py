@@ -420,6 +420,7 @@ CHECKPOINTING = "training.gradient_checkpointing_kwargs"
         (["--data.max_dropped_share=2"], "data.max_dropped_share", "between 0 and 1"),
         (["--training.generation_max_length=0"], "training.generation_max_length", "at least 1"),
         (["--run.global_batch_size=0"], "run.global_batch_size", "at least 1"),
+        (["--run.max_skipped_steps=-1"], "run.max_skipped_steps", "0, which stops at the first"),
         (["--run.global_batch_size=8", "--training.gradient_accumulation_steps=2"], "run.global_batch_size", "accumulation"),
         (
             ["--run.early_stopping_patience=2", "--training.eval_strategy=no", "--training.load_best_model_at_end=false"],
@@ -693,6 +694,7 @@ def test_rule_4_any_mutated_recipe_is_a_recipe_or_the_users_mistake_with_file_an
         assert isinstance(recipe, Recipe)
 # --- sources -----------------------------------------------------------------------------------------------------
 
+
 HUB = "{hub: a/b, split: train}"
 
 
@@ -749,5 +751,7 @@ def test_a_stream_counts_steps_and_comes_from_the_hub(complain, read):
     text = STREAM.replace(f"train: {HUB}", f"train: [{HUB}, b.jsonl]") + BY_STEPS
     (problem,) = complain(text)
     assert problem.startswith("recipe.yaml:7: data.train[1].path: data.streaming reads sets from the Hub only")
+    (problem,) = complain(STREAM.replace("  streaming: true", "  streaming: true\n  pack: true") + BY_STEPS)
+    assert problem.startswith("recipe.yaml:9: data.pack: needs to know the length of every clip, which a stream does not tell")
     (problem,) = complain(STREAM.replace("  max_steps: 10\n", "") + BY_STEPS)
     assert "training.max_steps: needed with data.streaming: a stream has no known length" in problem

@@ -25,7 +25,6 @@ from faults import UserError
 from trainer import build_arguments
 
 
-
 def local(rank: int, processes: int, **more: str) -> dict[str, str]:
     """The environment that launchers give one of several processes on one machine."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ import estimates
 from adapters import count_kept_weights
 from config import load_recipe
 from device import Place
-from estimates import check_free_disk, count_checkpoints, describe_needs, find_disk_shortage, find_shared_memory_shortage, measure_labels
+from estimates import check_free_disk, count_checkpoints, describe_needs, find_disk_shortage, find_shared_memory_shortage, measure_labels, measure_packed_labels
 from faults import UserError
 from labels import LabelBuilder
 from launching import train_here, write_recipe
@@ -170,7 +171,8 @@ def test_the_estimate_holds_every_file_of_a_checkpoint_without_being_twice_as_mu
     monkeypatch.setattr(estimates, "TOKENIZER_BYTES", 0)
     asked = []
     monkeypatch.setattr(estimates, "find_disk_shortage", lambda folder, **sizes: asked.append(sizes) or "")
-    train_here(write_recipe(speech, lora={"r": 32, "target_modules": ["q_proj", "v_proj", "fc1", "fc2"]}, training={"output_dir": str(tmp_path / "out")}))
+    lora = {"r": 32, "target_modules": ["q_proj", "v_proj", "fc1", "fc2"]}
+    train_here(write_recipe(speech, lora=lora, training={"output_dir": str(tmp_path / "out")}))
     names = ("adapter_model.safetensors", "optimizer.pt")
     size = sum((tmp_path / "out" / "checkpoint-2" / name).stat().st_size for name in names)
     assert asked[0]["checkpoint"] / 1.2 < size < asked[0]["checkpoint"] * 1.5
@@ -201,6 +203,12 @@ def test_the_longest_label_is_found_wherever_it_stands_and_the_mean_among_rows_s
     longest, mean = measure_labels(rows, labels)
     assert longest == 99 and 2 <= mean <= 4
     assert measure_labels(rows_of("abc"), labels) == (3, 3)
+
+
+def test_the_labels_of_packed_clips_are_those_of_their_window():
+    train = SimpleNamespace(rows=[None], clips=SimpleNamespace(tokens=np.array([5, 1, 20, 3], dtype=np.uint16)))
+    labels = SimpleNamespace(prefix=lambda row: [1, 2, 3])
+    assert measure_packed_labels(train, labels, [(0, 2), (1,), (3, 1)]) == (29, (29 + 5 + 8) / 3)
 
 
 @pytest.fixture

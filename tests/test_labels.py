@@ -46,7 +46,7 @@ def builder(base: BaseModel, *, language: str | None = "en", task: str = "transc
 
 
 def join(*labels: list[int], start: int = START, pad: int = END) -> dict:
-    rest = {"input_features": torch.zeros(80, 3000).numpy(), "row_id": 0, "language": None, "task": None}
+    rest = {"input_features": torch.zeros(80, 3000).numpy(), "row_id": [0], "seconds": 1.0, "language": None, "task": None}
     return collate([{"labels": ids} | rest for ids in labels], start=start, pad=pad)
 
 
@@ -271,3 +271,41 @@ def test_translation_by_a_model_whose_decoder_was_cut_down_is_warned_of(base, la
     labels.base = replace(base, config=WhisperConfig(**sizes))
     lines = labels.describe_translation(rows)
     assert [line.startswith("warning: rows have the task translate") for line in lines] == [True] * told
+
+
+# --- texts that share a window -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("language", "task", "texts", "joined"),
+    [
+        ("en", "transcribe", ["Hi.", " you\n"], " Hi. you"),
+        ("en", "transcribe", ["", "Hi.", " ", "you"], " Hi. you"),
+        ("en", "transcribe", ["", " "], ""),
+        ("zh", "transcribe", ["你好。", "世界"], " 你好。世界"),
+        ("yue", "transcribe", ["你好", "世界"], " 你好世界"),
+        ("ja", "transcribe", ["使うのは", "AI", "です"], " 使うのはAIです"),
+        ("ja", "transcribe", ["AI", "GPT"], " AI GPT"),
+        ("ja", "translate", ["Hi.", "you"], " Hi. you"),
+        ("ko", "transcribe", ["안녕", "하세요"], " 안녕 하세요"),
+        ("th", "transcribe", ["สวัสดี", "ครับ"], " สวัสดี ครับ"),
+        (None, "transcribe", ["Hi.", "you"], " Hi. you"),
+    ],
+)
+def test_texts_of_one_window_are_joined_as_their_language_is_written(base, english, tmp_path, language, task, texts, joined):
+    model = english if language is None else build_base(tmp_path, languages=100) if language == "yue" else base
+    labels = builder(model, language=language, task=task)
+    rows = [row(text) for text in texts]
+    ids = labels.build(*rows)
+    prefix = labels.prefix(rows[0])
+    assert ids[: len(prefix)] == prefix and ids[-1] == labels.end
+    assert labels.tokenizer.decode(ids[len(prefix) : -1]) == joined
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.text(st.sampled_from("aé .'。你") | st.characters(codec="utf-8"), max_size=6), min_size=1, max_size=4), st.sampled_from(["en", "ja", "th"]))
+def test_a_window_has_no_more_tokens_than_its_texts_are_counted_for(base, texts, language):
+    labels = builder(base, language=language)
+    rows = [row(text) for text in texts]
+    assert len(labels.build(*rows)) <= len(labels.prefix(rows[0])) + sum(map(labels.count_tokens, rows)) + 1
+    assert len(labels.build(rows[0])) <= len(labels.prefix(rows[0])) + labels.count_tokens(rows[0]) + 1

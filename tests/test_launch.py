@@ -95,7 +95,7 @@ def with_scaler(init):
 def read_states(checkpoint: Path) -> dict[str, str]:
     """All that a resumed run reads beside weights and history, as text by file."""
     with reading_random_states():
-        states = {path.name: str(torch.load(path, weights_only=True)) for path in checkpoint.glob("*.pt*") if path.name != "training_args.bin"}
+        states = {path.name: str(torch.load(path, weights_only=True)) for path in checkpoint.glob("*.pt*")}
     history = json.loads((checkpoint / "trainer_state.json").read_text())
     for key in ("log_history", "best_model_checkpoint", "total_flos"):
         del history[key]

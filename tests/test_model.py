@@ -158,7 +158,6 @@ def test_a_changed_vocabulary_is_refused(tmp_path, changed):
         read(folder)
 
 
-
 def test_weights_that_are_not_safetensors_are_refused_before_they_are_read(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"^model\.name: .* holds no weights as safetensors"):

@@ -167,8 +167,6 @@ def test_numbers_that_are_not_finite_are_no_json(out, number):
     assert list(out.iterdir()) == []
 
 
-
-
 # --- before step 1 -----------------------------------------------------------------------------------------------
 
 

@@ -409,7 +409,7 @@ def test_the_lines_that_write_a_hub_folder_write_one_that_is_read(tmp_path, monk
 def test_a_run_leaves_the_files_of_the_table(results, world):
     out = world / "runs" / "my-data"
     for row in table("What a run leaves", "file"):
-        for name in spans(row[0]):
+        for name in {*spans(row[0])} - {"stall_report.txt"}:  # after a stall alone
             assert [*out.glob(name.rstrip("/").replace("-N", "-*"))], name
 
 

@@ -10,8 +10,9 @@ import pytest
 import toy
 
 from config import DataConfig, DataSource
-from device import Meeting, Place
+from device import Place
 from faults import UserError
+from meeting import Meeting
 from sets import CheckedSet, check_sets, describe_plan
 
 pytestmark = pytest.mark.usefixtures("own_cache")

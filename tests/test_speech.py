@@ -68,7 +68,7 @@ def test_a_batch_has_the_models_shapes_and_types(labels, rows):
     longest = max(len(labels.build(row)) for row in rows)
     for name in ("labels", "decoder_input_ids"):
         assert batch[name].shape == (4, longest) and batch[name].dtype == torch.int64
-    assert batch["row_id"].tolist() == [7, 8, 9, 10] and batch["row_id"].dtype == torch.int64
+    assert batch["row_id"] == [7, 8, 9, 10]
     assert (batch["language"], batch["task"]) == (["en"] * 4, ["transcribe"] * 4)
 
 
@@ -98,7 +98,7 @@ def test_the_mask_is_one_within_the_clip_and_zero_behind_it(tmp_path, labels, sa
 
 def test_only_what_the_model_takes_and_scoring_needs_reaches_the_batch(labels, rows):
     assert rows[0].extra == {"accent": "north"} and rows[0].speaker == "Ann"
-    assert set(join(SpeechDataset(rows, labels))) == {"input_features", "labels", "decoder_input_ids", "row_id", "language", "task"}
+    assert set(join(SpeechDataset(rows, labels))) == {"input_features", "labels", "decoder_input_ids", "row_id", "seconds", "language", "task"}
 
 
 def test_examples_do_not_depend_on_their_batch_nor_on_workers(labels, rows):
@@ -161,7 +161,7 @@ def test_only_training_with_augmentation_has_a_mask(labels, rows, augmented):
 def test_row_ids_of_two_scored_sets_differ(labels, rows):
     checked = {name: CheckedSet(rows, len(rows), 1.0) for name in ("train", "dev", "other")}
     _, sets = build_examples(recipe_for(ModelConfig()), checked, labels, place=Place("cpu"))
-    assert [examples[i]["row_id"] for examples in sets.values() for i in range(4)] == list(range(8))
+    assert [examples[i]["row_id"] for examples in sets.values() for i in range(4)] == [[i] for i in range(8)]
 
 
 def test_a_recipe_that_only_scores_has_no_training_examples(labels, rows):
@@ -196,3 +196,34 @@ def test_features_that_are_not_finite_are_named_by_file_and_line(tmp_path, label
     rows = read_manifest(str(toy.write_manifest(tmp_path / "train.jsonl", [{"audio": "1600.wav", "text": "a"}])))[0]
     with pytest.raises(RuntimeError, match=r"train\.jsonl:1: .*1600\.wav: its features are not finite"):
         SpeechDataset(rows, labels)[0]
+
+
+# --- clips that share a window -----------------------------------------------------------------------------------
+
+
+def test_clips_of_one_window_are_heard_and_read_one_after_another(tmp_path, labels):
+    rows = rows_of(tmp_path, 32_000, 16_000, 48_000)
+    rows = [replace(row, text=text) for row, text in zip(rows, ["one", " two ", "three."], strict=True)]
+    example = SpeechDataset(rows, labels, first_id=5, with_mask=True)[(2, 0, 1)]
+    waves = [soundfile.read(rows[number].audio, dtype="float32")[0] for number in (2, 0, 1)]
+    pause = np.zeros(3200, dtype=np.float32)  # 0.2 s
+    joined = np.concatenate([waves[0], pause, waves[1], pause, waves[2]])
+    features = labels.base.processor.feature_extractor(joined, sampling_rate=16_000, return_attention_mask=True, return_tensors="np")
+    np.testing.assert_allclose(example["input_features"], features["input_features"][0], atol=1e-5)
+    assert example["labels"] == labels.build(replace(rows[0], text="three. one two"))
+    assert example["row_id"] == [7, 5, 6] and example["seconds"] == 6.0
+    assert example["attention_mask"].sum() == 640, "6 s of sound and 0.4 s of pauses"
+
+
+def test_a_batch_of_windows_names_all_of_their_clips(tmp_path, labels):
+    examples = SpeechDataset(rows_of(tmp_path, 1600, 3200, 4800), labels)
+    batch = join(examples, (2, 0), (1,))
+    assert batch["input_features"].shape[0] == 2 and batch["row_id"] == [2, 0, 1]
+    assert batch["seconds"] == pytest.approx([0.4, 0.2])
+
+
+def test_a_window_with_features_that_are_not_finite_names_all_of_its_clips(tmp_path, labels):
+    rows = rows_of(tmp_path, 1600, 3200)
+    soundfile.write(tmp_path / "3200.wav", np.full(3200, np.nan, dtype=np.float32), 16_000, subtype="FLOAT")
+    with pytest.raises(RuntimeError, match=r"train\.jsonl:1: .*1600\.wav, .*train\.jsonl:2: .*3200\.wav: its features are not finite"):
+        SpeechDataset(rows, labels)[(0, 1)]

@@ -4,14 +4,20 @@ The ranks are forked from a process that has the imports done (forking.py). A co
 """
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from checkpoints import find_damage, list_checkpoints
 from forking import Launcher
-from launching import train_here, write_recipe
+from launching import ROOT, TWO_PROCESSES, train_here, write_recipe
 from toy import build_whisper, write_speech
 
 STALL_SECONDS = 6
@@ -168,3 +174,41 @@ def test_a_clip_that_vanishes_after_the_check_is_named_and_the_next_run_goes_on_
     loaded["data"]["max_dropped_share"] = 0.5
     recipe.write_text(yaml.safe_dump(loaded))
     check_that_it_goes_on(recipe, capsys, expected="checkpoint-3")
+
+
+def start_launcher(recipe, *, processes: int) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """accelerate's launcher, once training is under way, and its processes."""
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--num_processes", str(processes), "--main_process_port", "0"]
+    command += ["--config_file", str(TWO_PROCESSES)] if processes > 1 else ["--cpu"]
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command += [str(ROOT / "src" / "train.py"), "--config", str(recipe), "--training.max_steps", "5000", "--training.logging_steps", "1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True, **pipes)
+    for line in process.stdout:
+        if "'loss'" in line:
+            break
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("processes", "signals"),
+    [(2, "SIGTERM"), (1, "SIGTERM"), pytest.param(2, "SIGKILL", marks=pytest.mark.long), pytest.param(1, "SIGKILL", marks=pytest.mark.long)],
+)
+def test_the_end_of_the_launcher_saves_and_leaves_no_process_behind(speech, tmp_path, processes, signals):
+    recipe, out = recipe_in(speech, tmp_path), tmp_path / "out"
+    launcher, ranks = start_launcher(recipe, processes=processes)
+    try:
+        launcher.send_signal(getattr(signal, signals))
+        _, alive = psutil.wait_procs(ranks, timeout=28)
+        assert not alive
+        launcher.communicate(timeout=40)
+    finally:
+        for process in psutil.Process().children(recursive=True):
+            if process.pid in {rank.pid for rank in ranks}:
+                process.kill()
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+    results = json.loads((out / "results.json").read_text())
+    assert results["status"] == "stopped_early" and "SIGTERM" in results["why"]
+    check_folder(out, expected=f"checkpoint-{results['train']['steps']}")

@@ -84,6 +84,43 @@ def test_a_signal_only_asks_and_the_first_reason_stays():
     assert (run.returncode, run.stdout) == (0, "still here\n")
 
 
+def test_the_end_of_a_loader_worker_asks_for_nothing():
+    # The loader handles SIGCHLD, and the socket gets the number of every signal that is handled.
+    code = """
+    import signal, subprocess, time
+    from stopping import StopRequest
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    request = StopRequest()
+    request.listen()
+    subprocess.run(["true"])
+    time.sleep(0.1)
+    assert request.agree() == "", request.reason
+    """
+    run = run_python(code)
+    assert run.returncode == 0, run.stderr
+
+
+def test_workers_end_when_told_to_stay_at_ctrl_c_and_ask_for_nothing():
+    code = """
+    import multiprocessing, os, signal, time
+    from stopping import StopRequest
+    request = StopRequest()
+    request.listen()
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+    time.sleep(0.3)
+    os.kill(worker.pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGTERM, worker.exitcode
+    assert request.agree() == "", request.reason
+    """
+    run = run_python(code)
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_time_limit_asks_when_it_has_passed():
     request = StopRequest()
     request.set_time_limit(None)

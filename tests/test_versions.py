@@ -49,7 +49,7 @@ def test_newer_versions_of_libraries_without_an_upper_end_pass():
 
 
 def test_all_problems_are_told_at_once(monkeypatch):
-    monkeypatch.setattr(versions, "library_versions", lambda: {name: v for name, v in LOWEST.items() if name != "jiwer"} | {"torch": "2.1.0"})
+    monkeypatch.setattr(versions, "library_versions", lambda: {n: v for n, v in LOWEST.items() if n != "jiwer"} | {"torch": "2.1.0"})
     with pytest.raises(UserError) as caught:
         check_versions()
     assert [problem.split()[0] for problem in caught.value.problems] == ["torch", "jiwer"]
