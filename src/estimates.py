@@ -16,14 +16,13 @@ from device import Place
 from faults import UserError
 from labels import LabelBuilder
 from manifest import Row
-from memory_plan import MemoryCounter, card_bytes, describe_memory
+from memory_plan import FLOAT_BYTES, MemoryCounter, card_bytes, describe_memory
 from packing import build_packed_sampler
 from sets import CheckedSet, count_steps
 from time_plan import count_operations, describe_time, measure_products
 
 SHARED_MEMORY = "/dev/shm"  # torch hands batches from workers to their process through files here
 WINDOW_FRAMES = 3000
-FLOAT_BYTES = 4
 OPTIMIZER_BYTES = 8  # two moments of each trained weight
 TOKENIZER_BYTES = 5_000_000  # beside the weights of every saved model
 PREDICTION_BYTES = 300  # of a scored clip, beside its two texts

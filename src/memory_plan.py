@@ -83,7 +83,7 @@ class MemoryCounter:
     def plan(self, batch_size: int, eval_batch_size: int, *, checkpointed: bool) -> MemoryPlan:
         """The memory of training batches and scored batches of so many clips."""
         weights, trained, gradients = self.count_weights()
-        kept, working = max(self._moments_of_a_step(batch_size, self.label_length, checkpointed), key=sum)
+        kept, working = max(self._moments_of_a_step(batch_size, checkpointed=checkpointed), key=sum)
         dequantized = self.count_dequantized()
         evaluation = self.count_evaluation(eval_batch_size) + dequantized
         return MemoryPlan(weights, trained, gradients, kept, working + dequantized, evaluation)
@@ -126,12 +126,12 @@ class MemoryCounter:
 
     # --- a training step
 
-    def _moments_of_a_step(self, batch: int, length: int, checkpointed: bool) -> list[tuple[int, int]]:
+    def _moments_of_a_step(self, batch: int, *, checkpointed: bool) -> list[tuple[int, int]]:
         """What is kept and what is worked with when a step may take the most: at the loss, in the last layer of the decoder on
         the way back, and in the last layer of the encoder, which is the widest (forward, where it is not trained)."""
         config = self.config
         width, positions = config.d_model, batch * config.max_source_positions
-        tokens, heard = batch * length, self.stream * positions * width
+        tokens, heard = batch * self.label_length, self.stream * positions * width
         encoder = decoder = again_encoder = again_decoder = 0
         hears = learns(self.encoder.conv1)
         if hears:  # both convolutions at twice the positions, and what the activations behind them took
@@ -147,7 +147,7 @@ class MemoryCounter:
         for layer in self.decoder.layers:
             flows = flows or learns(layer)
             if flows:
-                whole, held = self.count_layer(layer, batch, length)
+                whole, held = self.count_layer(layer, batch, self.label_length)
                 decoder += held if checkpointed else whole
                 again_decoder = whole - held if checkpointed else 0
         decoder += 2 * self.stream * tokens * width

@@ -16,7 +16,7 @@ EFFICIENCY = {True: 0.46, False: 0.33}  # compiled or not
 ATTENTION_BACKWARD = 2.5
 TIMED_SECONDS = 0.3
 TIMED_WINDOWS = 8
-STREAM_FRAMES = 2  # mel frames of a position heard
+FRAMES = 2  # of the features, for each position heard
 
 
 def count_operations(shape: torch.nn.Module, config: WhisperConfig, *, label_length: float, checkpointed: bool, compiled: bool) -> float:
@@ -27,9 +27,9 @@ def count_operations(shape: torch.nn.Module, config: WhisperConfig, *, label_len
     """
     encoder, decoder = find_sides(shape)
     width, positions = config.d_model, config.max_source_positions
-    convolutions = 2 * 3 * width * positions * (STREAM_FRAMES * config.num_mel_bins + width)
     hears = learns(encoder.conv1)
-    total = convolutions * (3 if hears else 1)
+    first, second = (2 * 3 * width * positions * channels for channels in (FRAMES * config.num_mel_bins, width))
+    total = 2 * first + 3 * second if hears else first + second  # features need no gradient
     for layer in encoder.layers:
         hears = hears or learns(layer)
         linears = [(linear, positions, hears) for linear in _linears(layer.self_attn, layer)]

@@ -189,6 +189,16 @@ def test_the_cache_holds_keys_and_values_of_what_was_heard_and_said_for_each_bea
     assert grown == 0 and one.count_evaluation(16) < five.count_evaluation(16)
 
 
+def test_a_cache_takes_what_was_counted(tmp_path):
+    counter = counter_of(tmp_path, "--training.generation_num_beams=20")
+    model = WhisperForConditionalGeneration(TOY).eval()
+    with torch.no_grad():
+        cache = model(encoder_outputs=(torch.randn(60, 50, 64),), decoder_input_ids=torch.ones(60, 5, dtype=torch.long), use_cache=True).past_key_values
+    layers = [layer for part in (cache.self_attention_cache, cache.cross_attention_cache) for layer in part.layers]
+    held = sum(tensor.numel() * tensor.itemsize for layer in layers for tensor in (layer.keys, layer.values))
+    assert counter.count_evaluation(3) - 3 * 4 * (50 * 64 * 21 + 7 * 300) == held
+
+
 # --- what changes it ---------------------------------------------------------------------------------------------
 
 TURBO = "large-v3-turbo-8bit"

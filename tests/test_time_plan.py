@@ -23,7 +23,7 @@ LARGE = WhisperConfig(
     encoder_ffn_dim=5120,
     decoder_ffn_dim=5120,
 )
-# Wide for its length, since attention by plain products goes back with four of them where the fused one needs five.
+# Wide for its length, since attention by plain products goes back with four of them where the fused kernel needs five.
 TOY = WhisperConfig(
     vocab_size=300,
     num_mel_bins=80,
@@ -42,18 +42,22 @@ TOY = WhisperConfig(
 )
 
 
+# Operations counted although the first layer's queries, keys and values need no gradient of their input.
+OF_ENCODER, OF_DECODER = 3 * 2 * 20 * 128**2, 3 * 2 * 10 * 128**2
+
+
 @pytest.mark.parametrize(
-    ("words", "rel"),
+    ("words", "more"),
     [
-        (["--lora.r=4"], 0.02),
-        (["--lora.r=4", "--lora.target_modules=.*decoder.*(q_proj|v_proj|fc1)"], 0.04),  # the first layer needs no gradient of its input
-        (["--lora.r=4", "--model.freeze_encoder=true"], 0.04),
-        (["--lora=null"], 0.02),
-        (["--lora=null", "--model.freeze_encoder=true"], 0.04),
+        (["--lora.r=4"], OF_ENCODER + OF_DECODER),
+        (["--lora.r=4", "--lora.target_modules=.*decoder.*(q_proj|v_proj|fc1)"], OF_DECODER),
+        (["--lora.r=4", "--model.freeze_encoder=true"], OF_DECODER),
+        (["--lora=null"], 0),
+        (["--lora=null", "--model.freeze_encoder=true"], 0),
     ],
     ids=["adapters", "decoder's adapters", "adapters, encoder frozen", "full", "full, encoder frozen"],
 )
-def test_operations_are_those_that_torch_counts(tmp_path, words, rel):
+def test_operations_are_those_that_torch_counts(tmp_path, words, more):
     recipe = load_recipe(["--config", str(write_recipe(tmp_path)), *words])
     model = WhisperForConditionalGeneration(TOY)
     if recipe.lora is not None:
@@ -65,7 +69,7 @@ def test_operations_are_those_that_torch_counts(tmp_path, words, rel):
         model(input_features=torch.randn(1, 80, 40), decoder_input_ids=torch.ones(1, 10, dtype=torch.long)).logits.sum().backward()
     shape = build_shape(recipe, TOY)
     operations = count_operations(shape, TOY, label_length=10, checkpointed=False, compiled=False)
-    assert operations == pytest.approx(counted.get_total_flops(), rel=rel)
+    assert operations - more == pytest.approx(counted.get_total_flops(), rel=0.01)
 
 
 @pytest.fixture(scope="module")
