@@ -5,8 +5,10 @@ A tensor counts as long as something holds it: in training what autograd keeps f
 scoring the cache of the decoder. Dropout within the base model, which Whisper does not use, is not counted.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from peft import PeftModel
@@ -82,15 +84,14 @@ class MemoryCounter:
 
     def plan(self, batch_size: int, eval_batch_size: int, *, checkpointed: bool) -> MemoryPlan:
         """The memory of training batches and scored batches of so many clips."""
-        weights, trained, gradients = self.count_weights()
         kept, working = max(self._moments_of_a_step(batch_size, checkpointed=checkpointed), key=sum)
-        dequantized = self.count_dequantized()
-        evaluation = self.count_evaluation(eval_batch_size) + dequantized
-        return MemoryPlan(weights, trained, gradients, kept, working + dequantized, evaluation)
+        evaluation = self.count_evaluation(eval_batch_size) + self.dequantized
+        return MemoryPlan(*self.weights, kept=kept, working=working + self.dequantized, evaluation=evaluation)
 
     # --- weights
 
-    def count_weights(self) -> tuple[int, int, int]:
+    @cached_property
+    def weights(self) -> tuple[int, int, int]:
         """Bytes of frozen weights; of trained ones with two float32 moments each; of their gradients.
 
         Frozen linear layers are stored as the recipe says, all else in the compute type (without adapters in float32).
@@ -113,7 +114,8 @@ class MemoryCounter:
         exchanged = FLOAT_BYTES if self.world_size > 1 else 0
         return round(frozen), round(trained * (3 * FLOAT_BYTES + copies)), round(trained * (FLOAT_BYTES + exchanged))
 
-    def count_dequantized(self) -> int:
+    @cached_property
+    def dequantized(self) -> int:
         """The largest quantised weight, which stands in the compute type while its product is computed."""
         return self.product * max((layer.weight.numel() for _, layer in self._quantized_layers()), default=0)
 
@@ -282,18 +284,25 @@ def describe_memory(counter: MemoryCounter, *, total: int) -> list[str]:
     lines = [f"memory of a card: about {_gib(plan.total)} GiB{at} ({listed}; {other}) of {_gib(total)}"]
     room = FULL_SHARE * total
     if plan.training > room:
-        fits = next((size for size in _smaller(counter, batch) if counter.plan(size, 1, checkpointed=checkpointed).training <= room), None)
+        smaller = _smaller(counter, batch)
+        fits = _first(smaller, lambda size: counter.plan(size, 1, checkpointed=checkpointed).training <= room)
         ways = [f"--training.per_device_train_batch_size {fits}"] if fits else []
         if not checkpointed:
-            sizes = [batch, *_smaller(counter, batch)]
-            fits = next((size for size in sizes if counter.plan(size, 1, checkpointed=True).training <= room), None)
-            more = "" if fits in (batch, None) else f" --training.per_device_train_batch_size {fits}"
+            fits = _first([batch, *smaller], lambda size: counter.plan(size, 1, checkpointed=True).training <= room)
+            more = "" if fits == batch else f" --training.per_device_train_batch_size {fits}"
             ways += [f"--training.gradient_checkpointing true{more}"] if fits else []
-        lines.append(_warn("a training step", plan.training, total, " or ".join(ways)))
+        lines.append(_warn("a training step", plan.training, total, ways, counter.recipe))
     if plan.scoring > room:
-        fits = next((size for size in range(scored - 1, 0, -1) if counter.plan(1, size, checkpointed=checkpointed).scoring <= room), None)
-        lines.append(_warn("scoring", plan.scoring, total, f"--training.per_device_eval_batch_size {fits}" if fits else ""))
+        fits = _first(range(scored - 1, 0, -1), lambda size: counter.plan(1, size, checkpointed=checkpointed).scoring <= room)
+        ways = [f"--training.per_device_eval_batch_size {fits}"] if fits else []
+        lines.append(_warn("scoring", plan.scoring, total, ways, counter.recipe))
     return lines
+
+
+def _first(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of ever smaller sizes that fits."""
+    place = bisect_left(sizes, True, key=fits)
+    return sizes[place] if place < len(sizes) else None
 
 
 def _smaller(counter: MemoryCounter, batch: int) -> list[int]:
@@ -302,9 +311,10 @@ def _smaller(counter: MemoryCounter, batch: int) -> list[int]:
     return [size for size in range(batch - 1, 0, -1) if not whole or whole % (size * counter.world_size) == 0]
 
 
-def _warn(what: str, needed: int, total: int, ways: str) -> str:
-    first = f"{ways} would fit" if ways else "a smaller model, or model.quantization: 4bit, is needed"
-    return f"warning: {what} may take {_gib(needed)} GiB of a card that has {_gib(total)}: {first}"
+def _warn(what: str, needed: int, total: int, ways: list[str], recipe: Recipe) -> str:
+    left = "a smaller model" + (" or model.quantization: 4bit" if recipe.lora is not None and recipe.model.quantization != "4bit" else "")
+    advice = f"{' or '.join(ways)} would fit" if ways else f"{left} is needed"
+    return f"warning: {what} may take {_gib(needed)} GiB of a card that has {_gib(total)}: {advice}"
 
 
 def _gib(size: int) -> str:

@@ -89,14 +89,14 @@ def test_weights_are_counted_by_how_they_are_stored():
     norms = 2 * width * (layers * 2 + layers * 3 + 2)
     others = 51866 * width + (1500 + 448) * width + 3 * width * (128 + width) + 2 * width + biases + norms
     adapters = (2 * layers + 4 * layers) * 2 * width * rank
-    assert count("large-v3-8bit-2xt4").count_weights() == (linear + 8 * rows + 2 * others, 12 * adapters, 4 * adapters)
-    assert count("large-v3-8bit-2xt4", *IN_16_BIT).count_weights()[0] == 2 * (linear + others)
-    assert count("large-v3-4bit-6gb").count_weights()[0] == pytest.approx(linear * (0.5 + 1 / 64) + 2 * others, rel=1e-3)
-    assert count("large-v3-8bit-2xt4").count_dequantized() == 2 * 4 * width**2
+    assert count("large-v3-8bit-2xt4").weights == (linear + 8 * rows + 2 * others, 12 * adapters, 4 * adapters)
+    assert count("large-v3-8bit-2xt4", *IN_16_BIT).weights[0] == 2 * (linear + others)
+    assert count("large-v3-4bit-6gb").weights[0] == pytest.approx(linear * (0.5 + 1 / 64) + 2 * others, rel=1e-3)
+    assert count("large-v3-8bit-2xt4").dequantized == 2 * 4 * width**2
 
 
 def test_several_processes_hold_a_second_copy_of_the_gradients():
-    one, two = (count("large-v3-turbo-8bit", processes=number).count_weights() for number in (1, 2))
+    one, two = (count("large-v3-turbo-8bit", processes=number).weights for number in (1, 2))
     assert two == (one[0], one[1], 2 * one[2])
 
 
@@ -108,7 +108,7 @@ def test_loaded_weights_take_what_was_counted(tmp_path, quantization):
     model = load_model(recipe, base, Place("cpu"), compute_type=torch.float32)
     frozen = {tensor.data_ptr(): tensor.numel() * tensor.itemsize for _, tensor in model_tensors(model) if not tensor.requires_grad}
     counter = MemoryCounter(recipe, base.config, compute_type=torch.float32, world_size=1, label_length=4, generated_length=4)
-    assert counter.count_weights()[0] == pytest.approx(sum(frozen.values()), rel=0.01)
+    assert counter.weights[0] == pytest.approx(sum(frozen.values()), rel=0.01)
 
 
 # --- what a layer keeps ------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_what_would_fit_is_told_with_both_settings_or_without_any():
     _, line = tell("large-v3-8bit-2xt4", 3.0, "--training.gradient_checkpointing=false", "--training.per_device_eval_batch_size=1")
     assert line.endswith("of a card that has 3.0: --training.gradient_checkpointing true --training.per_device_train_batch_size 4 would fit")
     _, line, _ = tell("large-v3-8bit-2xt4", 1.0)
-    assert line.endswith("of a card that has 1.0: a smaller model, or model.quantization: 4bit, is needed")
+    assert line.endswith("of a card that has 1.0: a smaller model or model.quantization: 4bit is needed")
 
 
 def test_a_card_that_is_too_small_for_scoring_alone_is_warned_of():
