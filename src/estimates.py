@@ -120,12 +120,13 @@ def measure_packed_labels(train: CheckedSet, labels: LabelBuilder, windows: Iter
 
 
 def describe_needs(
-    recipe: Recipe, arguments: TrainingConfig, *, labels: LabelBuilder, train: CheckedSet, place: Place, compute_type: torch.dtype
+    recipe: Recipe, arguments: TrainingConfig, *, labels: LabelBuilder, train: CheckedSet, place: Place
 ) -> list[str]:
     """For the log of the main process: the memory of its card, and the time of the training steps. Nothing on other ranks."""
     if not place.is_main:
         return []
     config, compiled = labels.base.config, recipe.training["torch_compile"]
+    compute_type = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
     if train.clips:
         longest, mean = measure_packed_labels(train, labels, build_packed_sampler(train.clips, arguments, world_size=place.world_size))
     else:

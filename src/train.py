@@ -26,9 +26,9 @@ import checkpoints
 import output
 from adapters import check_adapter
 from compiling import arrange_computation
-from config import Recipe, best_metric, dump_recipe, load_recipe
+from config import Recipe, TrainingConfig, best_metric, dump_recipe, load_recipe
 from console import quieten, say
-from device import choose_compute_type, describe_launch, describe_place, is_main_process, peak_memory_gib, settle_place
+from device import Place, choose_compute_type, describe_launch, describe_place, is_main_process, peak_memory_gib, settle_place
 from estimates import check_free_disk, describe_needs, find_shared_memory_shortage
 from faults import RunFailure, UserError, describe_failure, progress
 from labels import LabelBuilder
@@ -36,7 +36,7 @@ from learning import LearningCheck, check_saved_weights
 from machines import check_same_disk
 from meeting import Meeting, connect_store, describe_members, is_stuck, join_processes
 from model import describe_generation, describe_model, load_model, read_base_model
-from sets import check_sets, describe_plan
+from sets import CheckedSet, check_sets, describe_plan
 from stopping import end_with_launcher, stop_request
 from trainer import ExplodingLoss, Patience, RecipeSteps, WhisperTrainer, build_arguments, build_examples, thin_out
 from versions import check_versions
@@ -78,56 +78,19 @@ def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog
     if finished := meeting.once(lambda: output.describe_finished_run(folder, recipe).encode()).decode():
         say(finished)
         return
+
     results = output.describe_run(recipe, arguments, place=place, compute_type=compute_type)
     if not recipe.check_only:
         watchdog.end_early = lambda why: output.write_json(folder / output.RESULTS_FILE, results | {"status": "stopped_early", "why": why})
 
-    # 4. All of the base model but its weights.
-    with progress.during("load", patient=True):
-        base = read_base_model(recipe.model, max_new_tokens=arguments.generation_max_length, num_beams=arguments.generation_num_beams)
-        output.check_files_can_be_read_back(base)
-        notes = check_adapter(recipe, base.config)
-    say(*base.notes, *notes, describe_generation(base))
-
-    # 5. The data, every clip decoded once.
-    labels = LabelBuilder(base, recipe.model, allow_empty_text=recipe.data.allow_empty_text)
-    with progress.during("data", patient=True):
-        checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder, with_training=arguments.do_train)
-    if arguments.do_train:
-        say(describe_plan(checked["train"], recipe.data, arguments, place=place))
-        say(*describe_needs(recipe, arguments, labels=labels, train=checked["train"], place=place, compute_type=compute_type))
-    room = meeting.once(lambda: check_free_disk(folder, recipe, arguments, base.config, checked, world_size=place.world_size).encode())
-    say(room.decode())
-    say(find_shared_memory_shortage(arguments, mel_bins=base.config.num_mel_bins, place=place))
-    say(*labels.describe_translation(row for part in checked.values() for row in part.rows))
+    # 4. and 5. All that can fail before the weights are there.
+    labels, checked = check(recipe, arguments, meeting=meeting, folder=folder)
     if recipe.check_only:
         say(f"--check: this run can start: {describe_launch(place)} {shlex.join(w for w in argv if w != '--check')}")
         return
 
-    # 6. The weights: a whole copy on this process's own device.
-    set_seed(arguments.seed)
-    with progress.during("load", patient=True):
-        model = load_model(recipe, base, place, compute_type=compute_type)
-        computation = arrange_computation(model, recipe, compute_type=compute_type)
-    say(describe_model(model, recipe, compute_type))
-
-    # 7. The trainer. Scores of the untouched model are logged before the library knows where logs go.
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(folder / "logs")
-    train_set, sets = build_examples(recipe, checked, labels, place=place)
-    trainer = WhisperTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=train_set,
-        eval_dataset={name: thin_out(examples, recipe.run.max_eval_samples) for name, examples in sets.items()},
-        callbacks=[RecipeSteps(), ExplodingLoss(base.config.vocab_size)],
-        place=place,
-        labels=labels,
-        computation=computation,
-        sets=sets,
-        rows_total={name: checked[name].rows_total for name in sets},
-        max_skipped_steps=recipe.run.max_skipped_steps,
-    )
-    trainer.add_callback(LearningCheck(model, trainer.finite_steps.was_skipped))
+    # 6. and 7. The weights, and the trainer around them.
+    trainer = build_trainer(recipe, arguments, labels=labels, checked=checked, place=place, compute_type=compute_type)
 
     # 8. Scores before, training, scores after.
     if place.is_main:
@@ -139,17 +102,77 @@ def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog
             output.write_json(folder / output.RESULTS_FILE, results)
         say(results["why"])
         return
-    results["final"] = trainer.score(sets, "final")
+    results["final"] = trainer.score(trainer.sets, "final")
 
     # 9. The files.
     with progress.during("save", keeps=True):
         if place.is_main:
             output.write_predictions(folder, "final", trainer.texts)
-            results["paired_p_value"] = output.compare_predictions(folder, sets)
+            results["paired_p_value"] = output.compare_predictions(folder, trainer.sets)
             output.write_results(folder, recipe, results, history=trainer.state.log_history)
         watchdog.end_early = None
     say(*output.describe_gain(results), f"all of it is in {folder}")
     trainer.accelerator.end_training()
+
+
+def check(
+    recipe: Recipe, arguments: TrainingConfig, *, meeting: Meeting, folder: Path
+) -> tuple[LabelBuilder, dict[str, CheckedSet]]:
+    """Reads all of the base model but its weights, decodes every clip once, and tells the plan; gives what builds labels and the sets."""
+    place = meeting.place
+    with progress.during("load", patient=True):
+        base = read_base_model(recipe.model, max_new_tokens=arguments.generation_max_length, num_beams=arguments.generation_num_beams)
+        output.check_files_can_be_read_back(base)
+        notes = check_adapter(recipe, base.config)
+    say(*base.notes, *notes, describe_generation(base))
+
+    labels = LabelBuilder(base, recipe.model, allow_empty_text=recipe.data.allow_empty_text)
+    with progress.during("data", patient=True):
+        checked = check_sets(recipe.data, labels, meeting=meeting, folder=folder, with_training=arguments.do_train)
+    if arguments.do_train:
+        say(describe_plan(checked["train"], recipe.data, arguments, place=place))
+        say(*describe_needs(recipe, arguments, labels=labels, train=checked["train"], place=place))
+    room = meeting.once(lambda: check_free_disk(folder, recipe, arguments, base.config, checked, world_size=place.world_size).encode())
+    say(room.decode())
+    say(find_shared_memory_shortage(arguments, mel_bins=base.config.num_mel_bins, place=place))
+    say(*labels.describe_translation(row for part in checked.values() for row in part.rows))
+    return labels, checked
+
+
+def build_trainer(
+    recipe: Recipe,
+    arguments: TrainingConfig,
+    *,
+    labels: LabelBuilder,
+    checked: dict[str, CheckedSet],
+    place: Place,
+    compute_type: torch.dtype,
+) -> WhisperTrainer:
+    """Loads a whole copy of the model onto this process's own device; gives the trainer of it."""
+    set_seed(arguments.seed)
+    with progress.during("load", patient=True):
+        model = load_model(recipe, labels.base, place, compute_type=compute_type)
+        computation = arrange_computation(model, recipe, compute_type=compute_type)
+    say(describe_model(model, recipe, compute_type))
+
+    # Scores of the untouched model are logged before the library knows where logs go.
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(Path(arguments.output_dir) / "logs")
+    train_set, sets = build_examples(recipe, checked, labels, place=place)
+    trainer = WhisperTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=train_set,
+        eval_dataset={name: thin_out(examples, recipe.run.max_eval_samples) for name, examples in sets.items()},
+        callbacks=[RecipeSteps(), ExplodingLoss(labels.base.config.vocab_size)],
+        place=place,
+        labels=labels,
+        computation=computation,
+        sets=sets,
+        rows_total={name: checked[name].rows_total for name in sets},
+        max_skipped_steps=recipe.run.max_skipped_steps,
+    )
+    trainer.add_callback(LearningCheck(model, trainer.finite_steps.was_skipped))
+    return trainer
 
 
 def train(recipe: Recipe, trainer: WhisperTrainer, folder: Path, *, meeting: Meeting) -> dict[str, Any]:

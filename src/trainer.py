@@ -423,7 +423,7 @@ class WhisperTrainer(Seq2SeqTrainer):
         """
         progress.beat()
         if self.is_in_train and (reason := stop_request.agree()):
-            raise StopAsked(reason)
+            raise _EvaluationStopped(reason)
         row_ids = inputs["row_id"]
         progress.clips = lambda: _name_rows([self.scored_rows[row_id][1] for row_id in row_ids])
         inputs = self._prepare_inputs(inputs)
@@ -542,10 +542,10 @@ class WhisperTrainer(Seq2SeqTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # A stop that comes during an evaluation saves what was there before it; the resumed run evaluates first.
-        states = read_random_states()
+        states = read_random_states() if self.control.should_evaluate else None
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
-        except StopAsked:
+        except _EvaluationStopped:
             write_random_states(states)
             self.model.train()
             self._save_checkpoint(self.model, None)
@@ -618,6 +618,10 @@ class TellDropped(TrainerCallback):
         if self.report.dropped.total() > self.told:
             self.told = self.report.dropped.total()
             say(self.report.describe())
+
+
+class _EvaluationStopped(StopAsked):
+    """A stop that came during an evaluation."""
 
 
 class _TrainingIsOver(Exception):

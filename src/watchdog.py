@@ -230,6 +230,7 @@ class Watchdog(threading.Thread):
                 print(f"stopped by {reason} in phase {self.progress.phase}{late}", flush=True)
                 self.end_early(reason + late) if self.end_early else None
             self._tell(left=True)
+            time.sleep(3 * self.period if self.store else 0)  # the store may end with this process: the others must have heard
             os._exit(0)
 
     def _end_after_a_failure(self) -> None:
@@ -242,7 +243,7 @@ class Watchdog(threading.Thread):
         late = find_late(self.signs, self.limit)
         verdict = ""
         if late:
-            clips = self.progress.clips() if late[0].rank == self.place.rank else ""
+            clips = self._name_clips() if late[0].rank == self.place.rank else ""
             verdict = describe_stall(late, self.signs, limit=self.limit, clips=clips)
         if self.store:
             verdict = self._ask_store(lambda: self._share_verdict(verdict)) or verdict
@@ -289,13 +290,19 @@ class Watchdog(threading.Thread):
             get_error_handler().record_exception(failure)
         os._exit(1)
 
+    def _name_clips(self) -> str:
+        try:
+            return self.progress.clips()
+        except Exception:  # the main thread may be at work on what this reads; the report must be written all the same
+            return ""
+
     def describe(self) -> str:
         """This rank's part of the report: place, clips, last collective and the Python stacks of all its threads."""
         progress = self.progress
         lines = [
             f"rank {self.place.rank} (process {os.getpid()} on {socket.gethostname()}): phase {progress.phase}, step {progress.step}, "
             f"no progress for {self._silent:.0f} s",
-            f"clips: {progress.clips() or 'not known'}",
+            f"clips: {self._name_clips() or 'not known'}",
             f"last collective: {read_last_collective().words}",
         ]
         names = {thread.ident: thread.name for thread in threading.enumerate()}

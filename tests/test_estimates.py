@@ -223,9 +223,9 @@ def needs(speech, monkeypatch):
         recipe = load_recipe(["--config", str(write_recipe(speech)), *words])
         base = read_base_model(recipe.model, max_new_tokens=4, num_beams=1)
         sizes = {key: recipe.training[key] for key in ("max_steps", "num_train_epochs", "per_device_train_batch_size")}
-        arguments = SimpleNamespace(**sizes, gradient_accumulation_steps=1)
+        arguments = SimpleNamespace(**sizes, gradient_accumulation_steps=1, bf16=False, fp16=False)
         train, labels = CheckedSet(rows_of(*["one clip"] * 4), 4, 4.0), LabelBuilder(base, recipe.model)
-        return describe_needs(recipe, arguments, labels=labels, train=train, place=place, compute_type=torch.float32)
+        return describe_needs(recipe, arguments, labels=labels, train=train, place=place)
 
     tell.timed = timed
     return tell

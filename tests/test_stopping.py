@@ -157,9 +157,16 @@ def recipe_for(speech, folder, **training):
     )
 
 
+@pytest.fixture(scope="module")
+def straight(speech, tmp_path_factory):
+    """The folder of a run that was not stopped, and its results."""
+    folder = tmp_path_factory.mktemp("straight")
+    return folder, train_here(recipe_for(speech, folder))
+
+
 @pytest.mark.parametrize(("step", "evaluating"), [(3, False), (4, False), (4, True), (6, True)])
-def test_a_stopped_run_that_goes_on_equals_the_straight_one(speech, tmp_path, monkeypatch, request_here, step, evaluating):
-    straight = train_here(recipe_for(speech, tmp_path / "straight"))
+def test_a_stopped_run_that_goes_on_equals_the_straight_one(speech, straight, tmp_path, monkeypatch, request_here, step, evaluating):
+    folder, expected = straight
     recipe = recipe_for(speech, tmp_path / "stopped")
     with monkeypatch.context() as patch:
         stop_at(request_here, patch, step=step, evaluating=evaluating)
@@ -170,12 +177,12 @@ def test_a_stopped_run_that_goes_on_equals_the_straight_one(speech, tmp_path, mo
     request_here.reason = ""
     second = train_here(recipe)
     for part in ("status", "best", "final", "baseline"):
-        assert second[part] == straight[part]
-    weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("straight", "stopped")]
+        assert second[part] == expected[part]
+    weights = [load_file(path / "adapter_model.safetensors") for path in (folder, tmp_path / "stopped")]
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
     if step == 6:
         return  # its checkpoint is the stopped run's own, from before the evaluation
-    states = [json.loads((tmp_path / name / "checkpoint-6" / "trainer_state.json").read_text()) for name in ("straight", "stopped")]
+    states = [json.loads((path / "checkpoint-6" / "trainer_state.json").read_text()) for path in (folder, tmp_path / "stopped")]
     for key in ("global_step", "best_global_step", "best_metric", "stateful_callbacks"):
         assert states[1][key] == states[0][key]
     scores = [[entry["eval_dev_wer"] for entry in state["log_history"] if "eval_dev_wer" in entry] for state in states]
