@@ -119,9 +119,7 @@ def measure_packed_labels(train: CheckedSet, labels: LabelBuilder, windows: Iter
     return max(lengths), sum(lengths) / len(lengths)
 
 
-def describe_needs(
-    recipe: Recipe, arguments: TrainingConfig, *, labels: LabelBuilder, train: CheckedSet, place: Place
-) -> list[str]:
+def describe_needs(recipe: Recipe, arguments: TrainingConfig, *, labels: LabelBuilder, train: CheckedSet, place: Place) -> list[str]:
     """For the log of the main process: the memory of its card, and the time of the training steps. Nothing on other ranks."""
     if not place.is_main:
         return []
