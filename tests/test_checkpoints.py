@@ -380,7 +380,8 @@ def test_ranks_without_a_common_disk_take_the_main_processs_decisions_and_its_be
     steps = {"max_steps": 6, "eval_steps": 1, "save_steps": 1, "save_total_limit": 1, "output_dir": str(out)}
     recipe = write_recipe(speech, run={"baseline": False, "early_stopping_patience": 2}, training=steps)
     script = ROOT / "tests" / "apart.py"
-    run = launch(recipe, processes=2, script=script, FOLDER_OF_RANK_1=str(elsewhere), STATE_OF_RANK_1=str(state), timeout=150)
+    folders = {"FOLDER_OF_RANK_0": str(out), "FOLDER_OF_RANK_1": str(elsewhere)}
+    run = launch(recipe, processes=2, script=script, STATE_OF_RANK_1=str(state), timeout=150, **folders)
     assert run.status == 0, run.tail
     assert run.results["best"] == {"metric": "dev_wer", "value": 30.0, "step": 6}
     other = json.loads(state.read_text())

@@ -125,7 +125,7 @@ def test_two_machines_with_the_same_files_use_the_same_rows_and_one_writes_the_r
     ("spoil", "said"),
     [
         (lambda folder: (folder / "train" / "1.wav").write_bytes(b"cut"), "rank 1 (beta): {0}/train.jsonl:2: {0}/train/1.wav has 3 bytes"),
-        (lambda folder: (folder / "train.jsonl").unlink(), "rank 1 (beta): {0}/train.jsonl: "),
+        (lambda folder: (folder / "train.jsonl").unlink(), "rank 1 (beta): data.train[0].path: there is no file or folder {0}/train.jsonl; "),
     ],
 )
 def test_a_machine_with_another_file_is_named_by_the_main_process(tmp_path, labels, monkeypatch, spoil, said):
