@@ -215,8 +215,15 @@ def find_earlier_part(folder: Path, recipe: Recipe, *, world_size: int) -> bytes
     if checkpoint:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         found |= {"checkpoint": str(checkpoint), "baseline": read_baseline(folder)}
-        found["is_finished"] = not asks_for_more(recipe, steps=state["global_step"], epochs=state["epoch"])
+        is_done = not asks_for_more(recipe, steps=state["global_step"], epochs=state["epoch"])
+        found["is_finished"] = is_done or has_lost_patience(recipe, state)
     return json.dumps(found).encode()
+
+
+def has_lost_patience(recipe: Recipe, state: dict[str, Any]) -> bool:
+    """Whether early stopping had ended the training already when this state was saved, by the patience that the recipe has now."""
+    counted = state.get("stateful_callbacks", {}).get("Patience", {}).get("attributes", {})
+    return bool(recipe.run.early_stopping_patience) and counted.get("early_stopping_patience_counter", 0) >= recipe.run.early_stopping_patience
 
 
 def asks_for_more(recipe: Recipe, *, steps: int, epochs: float) -> bool:
