@@ -223,7 +223,8 @@ def describe_stop(trainer: WhisperTrainer, folder: Path) -> str:
         return f"stopped by {trainer.stopped} before the first step"
     if trainer.place.is_main:
         checkpoints.verify(folder / f"checkpoint-{step}")
-    return f"stopped by {trainer.stopped} behind step {step}, saved in checkpoint-{step}; the same command goes on from there with --run.resume auto"
+    saved = f"saved in checkpoint-{step}; the same command goes on from there with --run.resume auto"
+    return f"stopped by {trainer.stopped} behind step {step}, {saved}"
 
 
 @record

@@ -436,7 +436,8 @@ class WhisperTrainer(Seq2SeqTrainer):
             outputs = whisper(encoder_outputs=(heard,), decoder_input_ids=inputs["decoder_input_ids"], use_cache=False)
             losses = F.cross_entropy(outputs.logits.float().transpose(1, 2), labels, reduction="none").double().sum(1)
             ids = self.generate(heard, inputs["language"], inputs["task"])
-        table = torch.stack([torch.tensor(inputs["row_id"], dtype=torch.float64, device=losses.device), losses, (labels != -100).sum(1).double()], dim=1)
+        numbers = torch.tensor(row_ids, dtype=torch.float64, device=losses.device)
+        table = torch.stack([numbers, losses, (labels != -100).sum(1).double()], dim=1)
         return None, ids, table
 
     def generate(self, heard: torch.Tensor, languages: Sequence[str | None], tasks: Sequence[str]) -> torch.Tensor:
@@ -543,15 +544,16 @@ class WhisperTrainer(Seq2SeqTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # A stop that comes during an evaluation saves what was there before it; the resumed run evaluates first, all sets anew.
         states = read_random_states() if self.control.should_evaluate else None
-        counts = [(callback, dict(callback.state()["attributes"])) for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
+        patient = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
+        counts = [callback.early_stopping_patience_counter for callback in patient]
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
         except _EvaluationStopped:
             write_random_states(states)
             step = self.state.global_step
             self.state.log_history = [entry for entry in self.state.log_history if entry["step"] != step or not is_evaluation(entry)]
-            for callback, attributes in counts:
-                vars(callback).update(attributes)
+            for callback, count in zip(patient, counts, strict=True):
+                callback.early_stopping_patience_counter = count
             self.model.train()
             self._save_checkpoint(self.model, None)
             raise

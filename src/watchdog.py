@@ -61,8 +61,8 @@ def find_late(signs: list[Sign], limit: float) -> list[Sign]:
     """The ranks that hold up the job, once nothing has moved for `limit` seconds; none while work goes on.
 
     Late are ranks that tell nothing any more, or else those that have passed the fewest places (and there have entered the
-    fewest collectives), unless one of them still shows life: the others wait for these, whatever the others do. Ranks that have left or that wait for the main process
-    are not judged.
+    fewest collectives), unless one of them still shows life: the others wait for these, whatever the others do. Ranks that have
+    left or that wait for the main process are not judged.
     """
     here = [sign for sign in signs if not sign.left]
     gone = [sign for sign in here if sign.unheard > limit]

@@ -226,7 +226,7 @@ def test_a_stop_between_two_scored_sets_is_made_up_for_by_both(speech, tmp_path,
     check_that_it_goes_on_as_if_not_stopped(recipe_of, tmp_path, monkeypatch, request_here, step=4, evaluating=True, batch=2)
 
 
-@pytest.mark.parametrize("evaluating", [False, True])
+@pytest.mark.parametrize("evaluating", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_stop_at_a_last_step_within_an_epoch_is_evaluated_as_an_epochs_end(speech, tmp_path, monkeypatch, request_here, evaluating):
     def recipe_of(folder):
         return recipe_for(speech, folder, eval_strategy="epoch", save_strategy="epoch", max_steps=8, metric_for_best_model="dev_loss")
@@ -303,6 +303,16 @@ def test_a_time_limit_in_the_recipe_stops_and_saves(speech, tmp_path, monkeypatc
         results = train_here(recipe, "--run.time_limit_seconds", "3600")
     assert results["status"] == "stopped_early"
     assert "run.time_limit_seconds behind step 3" in results["why"]
+
+
+def test_a_check_that_was_stopped_does_not_say_that_the_run_can_start(speech, tmp_path, monkeypatch):
+    import train
+
+    seen = []
+    monkeypatch.setattr(train, "run", lambda *words, watchdog, **more: seen.append(watchdog.stop_status))
+    for words in (["--check"], []):
+        train_here(recipe_for(speech, tmp_path / "out"), *words)
+    assert seen == [1, 0]
 
 
 def test_the_end_of_accelerates_launcher_ends_its_single_process(tmp_path):
