@@ -168,8 +168,9 @@ class Watchdog(threading.Thread):
             self._look_at_myself(passed)
             self._tell()
             self._hear(passed)
-            self._end_when_asked()
+            # In this order: after a failure the launcher asks the others to stop.
             self._end_after_a_failure()
+            self._end_when_asked()
             self._end_a_stall()
             looked = time.monotonic() - woke
         faulthandler.cancel_dump_traceback_later()

@@ -199,6 +199,23 @@ def test_a_rank_that_looks_busy_counts_its_collectives_when_another_one_stands_s
     assert ranks(find_late(dog.signs, 60)) == [0]
 
 
+def test_a_launcher_that_ends_the_others_after_a_failure_is_no_stop_on_purpose(tmp_path, monkeypatch):
+    monkeypatch.setattr("watchdog.SECONDS_AFTER_A_FAILURE", 0.1)
+    ended, store, stop = [], dist.HashStore(), StopRequest()
+    monkeypatch.setattr(Watchdog, "_leave", lambda dog, message: (ended.append(message), dog._done.set()))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    failing, other = (Watchdog(Progress(), request, Place("cpu", rank=rank, world_size=2), store=store, limit=60, folder=tmp_path)
+                      for rank, request in ((1, StopRequest()), (0, stop)))  # fmt: skip
+    other.period = 0.05
+    failing.tell_failure("rank 1, phase evaluate, step 6: ValueError: first")
+    stop.ask("SIGTERM")
+    other.start()
+    assert wait_for(lambda: ended)
+    other._done.set()
+    other.join()
+    assert ended[0] == "rank 1, phase evaluate, step 6: ValueError: first"
+
+
 def test_a_beat_costs_less_than_fifty_microseconds():
     progress = Progress()
     started = time.perf_counter()
