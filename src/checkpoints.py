@@ -199,8 +199,8 @@ def find_checkpoint(folder: Path, *, world_size: int) -> tuple[Path | None, list
             ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
             if not all((checkpoint / name).is_file() for name in ranks):
                 notes.append(
-                    f"warning: {checkpoint.name} holds no random states for {world_size} process{'es' if world_size > 1 else ''}: dropout is not repeated exactly; "
-                    "the order of the data is, when run.global_batch_size is set"
+                    f"warning: {checkpoint.name} holds no random states for {world_size} process{'es' if world_size > 1 else ''}: "
+                    "dropout is not repeated exactly; the order of the data is, when run.global_batch_size is set"
                 )
             return checkpoint, notes
         notes.append(f"warning: {checkpoint} is passed over: {damage}")
@@ -215,8 +215,16 @@ def find_earlier_part(folder: Path, recipe: Recipe, *, world_size: int) -> bytes
     if checkpoint:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         found |= {"checkpoint": str(checkpoint), "baseline": read_baseline(folder)}
-        found["is_finished"] = not asks_for_more(recipe, steps=state["global_step"], epochs=state["epoch"])
+        is_done = not asks_for_more(recipe, steps=state["global_step"], epochs=state["epoch"])
+        found["is_finished"] = is_done or has_lost_patience(recipe, state)
     return json.dumps(found).encode()
+
+
+def has_lost_patience(recipe: Recipe, state: dict[str, Any]) -> bool:
+    """Whether early stopping had ended the training already when this state was saved, by the patience that the recipe has now."""
+    patience = recipe.run.early_stopping_patience
+    saved = state.get("stateful_callbacks", {}).get("Patience", {}).get("attributes", {})
+    return patience is not None and saved.get("early_stopping_patience_counter", 0) >= patience
 
 
 def asks_for_more(recipe: Recipe, *, steps: int, epochs: float) -> bool:

@@ -36,7 +36,7 @@ class StopRequest:
     def ask(self, reason: str) -> None:
         """Asks for a stop; the first reason stays."""
         if not self.reason:
-            self.reason, self.since = reason, time.monotonic()
+            self.since, self.reason = time.monotonic(), reason  # in this order: other threads look for a reason
 
     def listen(self) -> None:
         """From now on SIGTERM and SIGINT ask for a stop. Must be called in the main thread.

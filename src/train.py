@@ -64,6 +64,7 @@ def main(argv: list[str]) -> None:
     store = connect_store(place) if place.world_size > 1 else None
     limit, folder = recipe.run.stall_timeout_seconds, Path(recipe.training["output_dir"])
     with Watchdog(progress, stop_request, place, store=store, limit=limit, folder=folder) as watchdog:
+        watchdog.stop_status = int(recipe.check_only)  # 0 would say that the run can start
         run(recipe, argv, meeting=meeting, watchdog=watchdog, compute_type=compute_type)
 
 
@@ -101,11 +102,12 @@ def run(recipe: Recipe, argv: list[str], *, meeting: Meeting, watchdog: Watchdog
         if place.is_main:
             output.write_json(folder / output.RESULTS_FILE, results)
         say(results["why"])
+        watchdog.end_early, progress.keeps = None, False
         return
     results["final"] = trainer.score(trainer.sets, "final")
 
     # 9. The files.
-    with progress.during("save", keeps=True):
+    with progress.during("save", patient=True, keeps=True):
         if place.is_main:
             output.write_predictions(folder, "final", trainer.texts)
             results["paired_p_value"] = output.compare_predictions(folder, trainer.sets)
@@ -205,7 +207,7 @@ def train(recipe: Recipe, trainer: WhisperTrainer, folder: Path, *, meeting: Mee
     parts: dict[str, Any] = {"baseline": baseline, "train": summary, "best": best}
     if trainer.stopped:
         return parts | {"status": "stopped_early", "why": describe_stop(trainer, folder)}
-    with progress.during("save", keeps=True):
+    with progress.during("save", patient=True, keeps=True):
         if place.is_main:
             output.save_model(folder, trainer.model, trainer.labels.base)
             check_saved_weights(trainer.model, folder, trainer.sample_loss)
@@ -218,9 +220,12 @@ def train(recipe: Recipe, trainer: WhisperTrainer, folder: Path, *, meeting: Mee
 def describe_stop(trainer: WhisperTrainer, folder: Path) -> str:
     """Why training stopped and from where it can go on; the checkpoint has been read back by the main process."""
     step = trainer.state.global_step
+    if step == 0:
+        return f"stopped by {trainer.stopped} before the first step"
     if trainer.place.is_main:
         checkpoints.verify(folder / f"checkpoint-{step}")
-    return f"stopped by {trainer.stopped} behind step {step}, saved in checkpoint-{step}; the same command goes on from there with --run.resume auto"
+    saved = f"saved in checkpoint-{step}; the same command goes on from there with --run.resume auto"
+    return f"stopped by {trainer.stopped} behind step {step}, {saved}"
 
 
 @record

@@ -224,9 +224,9 @@ class WhisperTrainer(Seq2SeqTrainer):
             with progress.during("load", keeps=True):
                 result = super().train(*args, **kwargs)
         except StopAsked as reason:
-            self.stopped = str(reason)
-            progress.keeps = False
+            self.stopped = str(reason)  # progress.keeps stays: the results of the stop are to be written
         except _TrainingIsOver:
+            progress.keeps = False
             if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
                 self._load_best_model()
         if result is None:
@@ -436,7 +436,8 @@ class WhisperTrainer(Seq2SeqTrainer):
             outputs = whisper(encoder_outputs=(heard,), decoder_input_ids=inputs["decoder_input_ids"], use_cache=False)
             losses = F.cross_entropy(outputs.logits.float().transpose(1, 2), labels, reduction="none").double().sum(1)
             ids = self.generate(heard, inputs["language"], inputs["task"])
-        table = torch.stack([torch.tensor(inputs["row_id"], dtype=torch.float64, device=losses.device), losses, (labels != -100).sum(1).double()], dim=1)
+        numbers = torch.tensor(row_ids, dtype=torch.float64, device=losses.device)
+        table = torch.stack([numbers, losses, (labels != -100).sum(1).double()], dim=1)
         return None, ids, table
 
     def generate(self, heard: torch.Tensor, languages: Sequence[str | None], tasks: Sequence[str]) -> torch.Tensor:
@@ -541,12 +542,18 @@ class WhisperTrainer(Seq2SeqTrainer):
                 (Path(output_dir) / name).write_bytes(state)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # A stop that comes during an evaluation saves what was there before it; the resumed run evaluates first.
+        # A stop that comes during an evaluation saves what was there before it; the resumed run evaluates first, all sets anew.
         states = read_random_states() if self.control.should_evaluate else None
+        patient = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
+        counts = [callback.early_stopping_patience_counter for callback in patient]
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
         except _EvaluationStopped:
             write_random_states(states)
+            step = self.state.global_step
+            self.state.log_history = [entry for entry in self.state.log_history if entry["step"] != step or not is_evaluation(entry)]
+            for callback, count in zip(patient, counts, strict=True):
+                callback.early_stopping_patience_counter = count
             self.model.train()
             self._save_checkpoint(self.model, None)
             raise
@@ -567,9 +574,9 @@ class WhisperTrainer(Seq2SeqTrainer):
         state, strategy = self.state, self.args.eval_strategy
         if state.global_step == 0 or any(entry["step"] == state.global_step and is_evaluation(entry) for entry in state.log_history):
             return False
-        if strategy == "epoch":
-            return float(state.epoch).is_integer() and state.epoch >= self.args.eval_delay
         is_last = state.global_step >= state.max_steps
+        if strategy == "epoch":
+            return (is_last or float(state.epoch).is_integer()) and state.epoch >= self.args.eval_delay
         return strategy == "steps" and (is_last or state.global_step % state.eval_steps == 0) and state.global_step >= self.args.eval_delay
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -580,6 +587,14 @@ class WhisperTrainer(Seq2SeqTrainer):
             return
         with reading_random_states():
             super()._load_rng_state(checkpoint)
+
+    # The stock trainer takes the checkpoint's patience, too, where only its count belongs to the state.
+    def _load_callback_state(self) -> None:
+        of_recipe = [callback.early_stopping_patience for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
+        super()._load_callback_state()
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, Patience):
+                callback.early_stopping_patience = of_recipe[0]
 
     # The stock trainer lets peft read an adapter to the default device, which is card 0 on every rank.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:

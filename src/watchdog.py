@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 import torch
@@ -37,7 +38,7 @@ LIVELY_SHARE = 0.02
 
 @dataclass
 class Sign:
-    """What a rank tells: where it is (see `Progress`), the collectives it has entered (counted once it is silent for long), for
+    """What a rank tells: where it is (see `Progress`), the collectives it has entered (counted once a rank is silent for long), for
     how many seconds nothing moved there, and whether it has left."""
 
     rank: int
@@ -60,8 +61,8 @@ def find_late(signs: list[Sign], limit: float) -> list[Sign]:
     """The ranks that hold up the job, once nothing has moved for `limit` seconds; none while work goes on.
 
     Late are ranks that tell nothing any more, or else those that have passed the fewest places (and there have entered the
-    fewest collectives), unless one of them still shows life: the others wait for these, whatever the others do. Ranks that have left or that wait for the main process
-    are not judged.
+    fewest collectives), unless one of them still shows life: the others wait for these, whatever the others do. Ranks that have
+    left or that wait for the main process are not judged.
     """
     here = [sign for sign in signs if not sign.left]
     gone = [sign for sign in here if sign.unheard > limit]
@@ -101,6 +102,7 @@ class Watchdog(threading.Thread):
         limit: seconds without any sign of life after which the job is ended (`run.stall_timeout_seconds`).
         folder: receives the report; only the rank that finds the stall writes there.
         end_early: called with the reason before this process leaves on a stop that nothing waits for; may be slow or fail.
+        stop_status: exit status after such a stop; another one than 0 where 0 would say that all was done.
     """
 
     def __init__(self, progress: Progress, stop: StopRequest, place: Place, *, store: dist.Store | None, limit: float, folder: Path):
@@ -110,6 +112,7 @@ class Watchdog(threading.Thread):
             store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self.limit, self.folder = limit, folder
         self.end_early: Callable[[str], None] | None = None
+        self.stop_status = 0
         self.period = min(1.0, limit / 10)
         self.signs = [Sign(rank) for rank in range(place.world_size)]
         self._told = [""] * place.world_size
@@ -165,8 +168,9 @@ class Watchdog(threading.Thread):
             self._look_at_myself(passed)
             self._tell()
             self._hear(passed)
-            self._end_when_asked()
+            # In this order: after a failure the launcher asks the others to stop.
             self._end_after_a_failure()
+            self._end_when_asked()
             self._end_a_stall()
             looked = time.monotonic() - woke
         faulthandler.cancel_dump_traceback_later()
@@ -179,7 +183,8 @@ class Watchdog(threading.Thread):
             self._life = seconds, count
         self._beats = self.progress.beats
         self._silent = 0.0 if moved else self._silent + passed
-        if self._silent > self.limit / 2:
+        # Also where another rank stands still: one that waits on its card may look busy, and the numbers must be comparable.
+        if max(self._silent, *(sign.silent for sign in self.signs)) > self.limit / 2:
             self.signs[self.place.rank].collectives = read_last_collective().count
 
     def _tell(self, *, left: bool = False) -> None:
@@ -227,11 +232,12 @@ class Watchdog(threading.Thread):
         if not self.progress.keeps or (waited > STOP_SECONDS and reason != "run.time_limit_seconds"):
             late = "" if not self.progress.keeps else f"; the step could not be saved within {STOP_SECONDS} s, the last checkpoint holds"
             if self.place.is_main:
-                print(f"stopped by {reason} in phase {self.progress.phase}{late}", flush=True)
-                self.end_early(reason + late) if self.end_early else None
+                _print(f"stopped by {reason} in phase {self.progress.phase}{late}", sys.stdout)
+                with suppress(Exception):  # a full disk, say: this process ends all the same
+                    self.end_early(reason + late) if self.end_early else None
             self._tell(left=True)
             time.sleep(3 * self.period if self.store else 0)  # the store may end with this process: the others must have heard
-            os._exit(0)
+            os._exit(self.stop_status)
 
     def _end_after_a_failure(self) -> None:
         failure = self.store and self._ask_store(lambda: self.store.get("failure").decode() if self.store.check(["failure"]) else "")
@@ -255,7 +261,7 @@ class Watchdog(threading.Thread):
             report = self._gather_reports()
         if self.store is None or self._ask_store(lambda: self.store.add("reporter", 1)) in (None, 1):
             verdict += self._write_report(f"{verdict}\n\n{report}")
-            print(verdict, file=sys.stderr, flush=True)
+            _print(verdict, sys.stderr)
         self._leave(verdict)
 
     def _share_verdict(self, verdict: str) -> str:
@@ -275,12 +281,19 @@ class Watchdog(threading.Thread):
         return "\n\n".join([*(reports[rank] for rank in sorted(reports)), *silent])
 
     def _write_report(self, text: str) -> str:
-        try:
-            (self.folder / REPORT_FILE).write_text(text, encoding="utf-8")
+        written = threading.Event()
+
+        def write() -> None:
+            with suppress(OSError):
+                (self.folder / REPORT_FILE).write_text(text, encoding="utf-8")
+                written.set()
+
+        # The disk may be what hangs.
+        threading.Thread(target=write, name="report", daemon=True).start()
+        if written.wait(_SECONDS_FOR_REPORTS):
             return f". Stacks of all ranks: {self.folder / REPORT_FILE}"
-        except OSError:
-            print(text, file=sys.stderr, flush=True)
-            return ""
+        _print(text, sys.stderr)
+        return ""
 
     def _leave(self, message: str) -> None:
         """Ends this process at once with status 1; the launcher's summary shows the message."""
@@ -310,6 +323,12 @@ class Watchdog(threading.Thread):
             if number != self.ident:
                 lines += [f"thread {names.get(number, number)}:", "".join(traceback.format_stack(frame)).rstrip()]
         return "\n".join(lines)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """Prints a line; the reader of a pipe may be gone already (Ctrl-C ends `tee`, too)."""
+    with suppress(OSError, ValueError):
+        print(text, file=stream, flush=True)
 
 
 def measure_life() -> tuple[float, int]:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import checkpoints
 import stopping
+from faults import progress
 from launching import ROOT, train_here, write_recipe
 from stopping import StopAsked, StopRequest
 from toy import build_whisper, write_speech
@@ -131,16 +133,18 @@ def test_the_time_limit_asks_when_it_has_passed():
     assert request.agree() == "run.time_limit_seconds"
 
 
-def stop_at(request: StopRequest, monkeypatch, *, step: int, evaluating: bool = False) -> None:
-    """Asks for a stop within a step, or within the evaluation behind it."""
+def stop_at(request: StopRequest, monkeypatch, *, step: int, evaluating: bool = False, batch: int = 0) -> None:
+    """Asks for a stop within a step, or within a batch of the evaluation behind it."""
     from trainer import WhisperTrainer
 
     name = "prediction_step" if evaluating else "compute_loss"
-    inner = getattr(WhisperTrainer, name)
+    inner, calls = getattr(WhisperTrainer, name), []
 
     def asking(trainer, *args, **kwargs):
         if trainer.is_in_train and trainer.state.global_step + (not evaluating) == step:
-            request.ask("SIGTERM")
+            calls.append(step)
+            if len(calls) > batch:
+                request.ask("SIGTERM")
         return inner(trainer, *args, **kwargs)
 
     monkeypatch.setattr(WhisperTrainer, name, asking)
@@ -189,6 +193,92 @@ def test_a_stopped_run_that_goes_on_equals_the_straight_one(speech, straight, tm
     assert scores[1] == scores[0]
 
 
+def check_that_it_goes_on_as_if_not_stopped(recipe_of, tmp_path, monkeypatch, request: StopRequest, **stop) -> None:
+    """The same training straight and stopped once: log, best step and early stopping agree, and nothing is left that waits."""
+    straight = train_here(recipe_of(tmp_path / "straight"))
+    with monkeypatch.context() as patch:
+        stop_at(request, patch, **stop)
+        assert train_here(recipe_of(tmp_path / "stopped"))["status"] == "stopped_early"
+    request.reason = ""
+    resumed = train_here(recipe_of(tmp_path / "stopped"))
+    for part in ("status", "best", "final"):
+        assert resumed[part] == straight[part]
+    assert not progress.keeps
+    if resumed["train"]["steps"] == stop["step"]:
+        return  # its checkpoint is the stopped run's own
+    last = f"checkpoint-{straight['train']['steps']}/trainer_state.json"
+    states = [json.loads((tmp_path / name / last).read_text()) for name in ("straight", "stopped")]
+    scored = [[(entry["step"], key) for entry in state["log_history"] for key in entry if key.endswith("_wer")] for state in states]
+    assert scored[1] == scored[0]
+    for key in ("best_global_step", "best_metric", "stateful_callbacks"):
+        assert states[1][key] == states[0][key]
+
+
+def test_a_stop_between_two_scored_sets_is_made_up_for_by_both(speech, tmp_path, monkeypatch, request_here):
+    write_speech(speech, [f"more {i}" for i in range(3)], name="more")
+    sets = {"train": [str(speech / "train.jsonl")], "validation": {name: str(speech / f"{name}.jsonl") for name in ("dev", "more")}}
+
+    def recipe_of(folder):
+        run = {"resume": "auto", "early_stopping_patience": 4, "baseline": False}
+        training = {"output_dir": str(folder), "max_steps": 6, "save_total_limit": None, "metric_for_best_model": "dev_loss"}
+        return write_recipe(speech, name=folder.name, data=sets, run=run, training=training)
+
+    check_that_it_goes_on_as_if_not_stopped(recipe_of, tmp_path, monkeypatch, request_here, step=4, evaluating=True, batch=2)
+
+
+@pytest.mark.parametrize("evaluating", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_stop_at_a_last_step_within_an_epoch_is_evaluated_as_an_epochs_end(speech, tmp_path, monkeypatch, request_here, evaluating):
+    def recipe_of(folder):
+        return recipe_for(speech, folder, eval_strategy="epoch", save_strategy="epoch", max_steps=8, metric_for_best_model="dev_loss")
+
+    check_that_it_goes_on_as_if_not_stopped(recipe_of, tmp_path, monkeypatch, request_here, step=8, evaluating=evaluating)
+
+
+def test_a_stop_in_the_evaluation_before_the_first_step_has_nothing_to_save(speech, tmp_path, monkeypatch, request_here):
+    with monkeypatch.context() as patch:
+        stop_at(request_here, patch, step=0, evaluating=True)
+        results = train_here(recipe_for(speech, tmp_path / "out", eval_on_start=True))
+    assert (results["status"], results["why"]) == ("stopped_early", "stopped by SIGTERM before the first step")
+
+
+def test_a_stop_waits_until_its_checkpoint_is_read_back_and_its_results_are_written(speech, tmp_path, monkeypatch, request_here):
+    exits, verify = [], checkpoints.verify
+
+    def slowly(checkpoint):
+        time.sleep(2.5)  # the watchdog looks every second
+        verify(checkpoint)
+
+    monkeypatch.setattr(checkpoints, "verify", slowly)
+    monkeypatch.setattr(os, "_exit", exits.append)
+    stop_at(request_here, monkeypatch, step=1)
+    results = train_here(recipe_for(speech, tmp_path / "out"))
+    assert results["why"].startswith("stopped by SIGTERM behind step 1, saved in checkpoint-1")
+    assert not exits and not progress.keeps
+
+
+def test_what_early_stopping_has_ended_is_not_trained_on_until_the_recipe_has_more_patience(speech, tmp_path, monkeypatch):
+    from trainer import WhisperTrainer
+
+    def end(trainer, sets, stage):
+        raise KeyboardInterrupt
+
+    recipe = recipe_for(speech, tmp_path / "out", max_steps=30, metric_for_best_model="dev_wer", save_total_limit=1)
+    words = ["--run.baseline", "false", "--run.early_stopping_patience"]
+    with monkeypatch.context() as patch:
+        patch.setattr(WhisperTrainer, "score", end)  # ended by force before the last scores
+        with pytest.raises(KeyboardInterrupt):
+            train_here(recipe, *words, "1")
+    ended = checkpoints.list_checkpoints(tmp_path / "out")
+    results = train_here(recipe, *words, "1")
+    assert results["why"] == "no better dev_wer in 1 evaluations"
+    assert checkpoints.list_checkpoints(tmp_path / "out") == ended
+    (tmp_path / "out" / "results.json").unlink()
+    results = train_here(recipe, *words, "3")
+    state = json.loads((checkpoints.list_checkpoints(tmp_path / "out")[-1] / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["Patience"]["args"]["early_stopping_patience"] == 3
+    assert results["train"]["steps"] > int(ended[-1].name.rpartition("-")[2]) + 2
+
+
 def test_a_stop_takes_the_scores_of_the_untouched_model_along(speech, tmp_path, monkeypatch, request_here):
     with monkeypatch.context() as patch:
         stop_at(request_here, patch, step=1)
@@ -213,6 +303,16 @@ def test_a_time_limit_in_the_recipe_stops_and_saves(speech, tmp_path, monkeypatc
         results = train_here(recipe, "--run.time_limit_seconds", "3600")
     assert results["status"] == "stopped_early"
     assert "run.time_limit_seconds behind step 3" in results["why"]
+
+
+def test_a_check_that_was_stopped_does_not_say_that_the_run_can_start(speech, tmp_path, monkeypatch):
+    import train
+
+    seen = []
+    monkeypatch.setattr(train, "run", lambda *words, watchdog, **more: seen.append(watchdog.stop_status))
+    for words in (["--check"], []):
+        train_here(recipe_for(speech, tmp_path / "out"), *words)
+    assert seen == [1, 0]
 
 
 def test_the_end_of_accelerates_launcher_ends_its_single_process(tmp_path):

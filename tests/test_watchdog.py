@@ -10,7 +10,7 @@ import torch.distributed as dist
 from device import Place
 from faults import Progress
 from stopping import StopRequest
-from watchdog import Sign, Watchdog, describe_stall, find_late
+from watchdog import Collective, Sign, Watchdog, describe_stall, find_late
 
 
 def ranks(signs: list[Sign]) -> list[int]:
@@ -163,6 +163,57 @@ def test_a_failure_of_one_rank_ends_the_others_with_its_message(watch, monkeypat
     assert left == {1: "rank 0, phase load, step 0: ValueError: first"}
     assert other.tell_failure("rank 1: later") == "rank 0, phase load, step 0: ValueError: first"
     other.join()
+
+
+def fail(*words: object, **more: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_stop_that_cannot_be_told_or_written_ends_the_process_all_the_same(tmp_path, monkeypatch, status):
+    exits, stop = [], StopRequest()
+    dog = Watchdog(Progress(), stop, Place("cpu"), store=None, limit=60, folder=tmp_path)
+    monkeypatch.setattr("watchdog.print", fail, raising=False)  # a pipe whose reader is gone
+    monkeypatch.setattr(os, "_exit", exits.append)
+    dog.end_early, dog.stop_status = fail, status
+    stop.ask("SIGINT")
+    dog._end_when_asked()
+    assert exits == [status]
+
+
+def test_a_report_that_cannot_be_written_because_the_disk_hangs_does_not_keep_the_process(watch, tmp_path, capsys):
+    os.mkfifo(tmp_path / "stall_report.txt")  # to open it blocks while nobody reads
+    left = watch([Progress()], limit=0.3)
+    assert wait_for(lambda: left)
+    assert left[0].startswith("stalled: ") and "stall_report.txt" not in left[0]
+    assert "thread MainThread:" in capsys.readouterr().err
+    os.close(os.open(tmp_path / "stall_report.txt", os.O_RDONLY | os.O_NONBLOCK))  # lets the writer go
+
+
+def test_a_rank_that_looks_busy_counts_its_collectives_when_another_one_stands_still(tmp_path, monkeypatch):
+    # Waiting on a card takes processor time, which is life in patient work: without its number it would seem to be behind.
+    monkeypatch.setattr("watchdog.read_last_collective", lambda: Collective(count=31))
+    dog = Watchdog(Progress(), StopRequest(), Place("cpu", rank=1, world_size=2), store=None, limit=60, folder=tmp_path)
+    dog.signs[0] = Sign(0, "save", 3, collectives=30, silent=61)
+    dog._look_at_myself(1.0)
+    assert ranks(find_late(dog.signs, 60)) == [0]
+
+
+def test_a_launcher_that_ends_the_others_after_a_failure_is_no_stop_on_purpose(tmp_path, monkeypatch):
+    monkeypatch.setattr("watchdog.SECONDS_AFTER_A_FAILURE", 0.1)
+    ended, store, stop = [], dist.HashStore(), StopRequest()
+    monkeypatch.setattr(Watchdog, "_leave", lambda dog, message: (ended.append(message), dog._done.set()))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    failing, other = (Watchdog(Progress(), request, Place("cpu", rank=rank, world_size=2), store=store, limit=60, folder=tmp_path)
+                      for rank, request in ((1, StopRequest()), (0, stop)))  # fmt: skip
+    other.period = 0.05
+    failing.tell_failure("rank 1, phase evaluate, step 6: ValueError: first")
+    stop.ask("SIGTERM")
+    other.start()
+    assert wait_for(lambda: ended)
+    other._done.set()
+    other.join()
+    assert ended[0] == "rank 1, phase evaluate, step 6: ValueError: first"
 
 
 def test_a_beat_costs_less_than_fifty_microseconds():
