@@ -71,12 +71,19 @@ def naming_the_file(folder: Path) -> Iterator[None]:
         raise NotWritten(f"{file} could not be written ({free:.2f} GiB free): {first_line(error)}") from error
 
 
+def open_to_read(folder: Path) -> None:
+    """Gives weights the permissions of the files beside them: safetensors leaves its files to their owner alone."""
+    for path in folder.glob("*.safetensors"):
+        shutil.copymode(next(folder.glob("*.json")), path)
+
+
 def publish(checkpoint: Path, *, most: int | None, best: str | None) -> None:
     """Moves a checkpoint written in SAVING to its place in the output folder, then removes the oldest beyond `most`.
 
     `best`, a path or None, stays whatever its age. Raises RuntimeError, and leaves all as it was, when the new one
     could not be resumed from.
     """
+    open_to_read(checkpoint)
     write_checksums(checkpoint)
     if damage := find_damage(checkpoint):
         raise RuntimeError(f"{checkpoint} is not what was written: {damage}")

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -273,6 +274,14 @@ def describe(check: SetCheck) -> str:
     if check.bad_rows:
         line += "; dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in check.dropped.items())
     return line
+
+
+def describe_dropped(checks: Sequence[SetCheck], *, report: Path) -> list[str]:
+    """Lines for the log when rows are left out: the first of each set, and where all of them are listed."""
+    lines = []
+    for check in checks:
+        lines += [f"left out of {check.name}: {_describe_row(row)}" for row in check.bad_rows[:SHOWN_ROWS_OF_DROPPED]]
+    return [*lines, f"all rows left out: {report}"] if lines else []
 
 
 def _describe_row(row: BadRow) -> str:

@@ -13,7 +13,7 @@ import yaml
 from transformers import GenerationConfig, WhisperProcessor
 
 from adapters import ADAPTER_FILE
-from checkpoints import SAVING, asks_for_more, list_checkpoints, naming_the_file, remove_leftovers
+from checkpoints import SAVING, asks_for_more, list_checkpoints, naming_the_file, open_to_read, remove_leftovers
 from config import Recipe, TrainingConfig, dump_recipe
 from device import Place, describe_place
 from faults import UserError
@@ -146,6 +146,7 @@ def save_model(folder: Path, model: torch.nn.Module, base: BaseModel) -> None:
         base.processor.save_pretrained(beside)
         base.processor.feature_extractor.save_pretrained(beside)  # preprocessor_config.json: converters look for it
         base.generation_config.save_pretrained(beside)
+    open_to_read(beside)
     for path in beside.iterdir():
         os.replace(path, folder / path.name)
     beside.rmdir()

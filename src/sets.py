@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from config import DataConfig, DataSource, TrainingConfig
-from data_check import REPORT_FILE, SetCheck, check_rows, describe, judge_set, write_data_report
+from data_check import REPORT_FILE, SetCheck, check_rows, describe, describe_dropped, judge_set, write_data_report
 from device import Place
 from faults import UserError, first_line
 from hub import HubSet, open_hub_set
@@ -87,6 +87,8 @@ def check_sets(data: DataConfig, labels: LabelBuilder, *, meeting: Meeting, fold
         ]
         if problems:
             raise UserError(*problems)
+        for line in describe_dropped(checks, report=folder / REPORT_FILE):
+            print(line, flush=True)
         verdict = {
             check.name: {
                 "dropped": _number_dropped(tables[check.name], check),

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class StopRequest:
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: self.ask(signal.Signals(number).name))
-        os.register_at_fork(after_in_child=_forget_signals)
+        os.register_at_fork(after_in_child=_work_on)
 
     def set_time_limit(self, seconds: float | None) -> None:
         """Asks for a stop when `seconds` from now have passed; None: never."""
@@ -83,11 +84,22 @@ class StopRequest:
         return REASONS[number]
 
 
-def _forget_signals() -> None:
-    """Workers do not ask for this process: they end when they are told to, and Ctrl-C, which reaches them too, leaves them at work."""
+def _work_on() -> None:
+    """In a worker, as it is forked: signals for all processes of a job leave it at work, since the step at hand needs its batches.
+
+    SIGTERM is blocked, whatever handler the loader sets, and read by a thread that can tell who sent it.
+    """
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_the_parent_says_so, daemon=True).start()
+
+
+def _end_when_the_parent_says_so() -> None:
+    parent = os.getppid()
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 stop_request = StopRequest()

@@ -46,8 +46,11 @@ from watchdog import Watchdog, collective_seconds
 SECONDS_FOR_THE_MAIN_PROCESS = 20
 
 
-def main(argv: list[str]) -> None:
-    """One run, cheapest failure first. Raises UserError for what the user can mend."""
+def main(argv: list[str], *, listen: bool = False) -> None:
+    """One run, cheapest failure first. Raises UserError for what the user can mend.
+
+    With `listen` signals ask for a stop from the moment on that the processes have met; before, they end this one at once.
+    """
     # 1. The recipe.
     recipe = load_recipe(argv)
     stop_request.set_time_limit(recipe.run.time_limit_seconds)
@@ -61,6 +64,8 @@ def main(argv: list[str]) -> None:
     resolved, seconds = dump_recipe(recipe), collective_seconds(recipe)
     meeting = join_processes(place, recipe=resolved, compute_type=compute_type, timeout_seconds=seconds)
     say(*describe_members(meeting.members))
+    if listen:
+        stop_request.listen()
     store = connect_store(place) if place.world_size > 1 else None
     limit, folder = recipe.run.stall_timeout_seconds, Path(recipe.training["output_dir"])
     with Watchdog(progress, stop_request, place, store=store, limit=limit, folder=folder) as watchdog:
@@ -232,17 +237,18 @@ def describe_stop(trainer: WhisperTrainer, folder: Path) -> str:
 def start(argv: list[str]) -> None:
     """Runs `main` and ends as the contract says: 2 for the user's mistakes, in plain words and from one process; else
     any failure with its traceback once, and last the rank, phase, step and error."""
-    stop_request.listen()
     end_with_launcher()
     try:
-        main(argv)
+        main(argv, listen=True)
         if dist.is_initialized():
             # Only at a good end: after a failure it would wait for ranks that are busy or gone.
             dist.destroy_process_group()
     except UserError as error:
         if not is_main_process(os.environ):
             # The launcher ends all ranks when the first one leaves: the main process must have told the mistake by then.
-            time.sleep(SECONDS_FOR_THE_MAIN_PROCESS)
+            end = time.monotonic() + SECONDS_FOR_THE_MAIN_PROCESS
+            while not stop_request.look() and time.monotonic() < end:
+                time.sleep(0.1)
         print(*error.problems, sep="\n", file=sys.stderr, flush=True)
         if is_stuck():
             os._exit(2)

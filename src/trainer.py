@@ -672,11 +672,17 @@ def is_evaluation(entry: dict[str, Any]) -> bool:
 
 
 class RecipeSteps(TrainerCallback):
-    """Keeps the recipe's logging, evaluation and saving steps on resume, where the library takes the checkpoint's."""
+    """Logs the last step, too, and keeps the recipe's logging, evaluation and saving steps on resume, where the library takes
+    the checkpoint's."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Computes the steps from the arguments of this run."""
         state.compute_steps(args, state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last steps of a run are no multiple of logging_steps, as a rule."""
+        if state.global_step >= state.max_steps:
+            control.should_log = True
 
 
 def build_examples(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from checkpoints import list_checkpoints
 from config import Recipe
 from device import Place
 from faults import Progress, RunFailure, UserError, describe_failure
@@ -230,7 +231,7 @@ class Watchdog(threading.Thread):
         if gone and self._store_answers and waited > SECONDS_UNTIL_GONE:
             self._leave(f"rank {self.place.rank} ends: rank {gone[0]} is gone")
         if not self.progress.keeps or (waited > STOP_SECONDS and reason != "run.time_limit_seconds"):
-            late = "" if not self.progress.keeps else f"; the step could not be saved within {STOP_SECONDS} s, the last checkpoint holds"
+            late = f"; the step could not be saved within {STOP_SECONDS} s, {self._name_checkpoint()}" if self.progress.keeps else ""
             if self.place.is_main:
                 _print(f"stopped by {reason} in phase {self.progress.phase}{late}", sys.stdout)
                 with suppress(Exception):  # a full disk, say: this process ends all the same
@@ -291,7 +292,7 @@ class Watchdog(threading.Thread):
         # The disk may be what hangs.
         threading.Thread(target=write, name="report", daemon=True).start()
         if written.wait(_SECONDS_FOR_REPORTS):
-            return f". Stacks of all ranks: {self.folder / REPORT_FILE}"
+            return f". Stacks: {self.folder / REPORT_FILE}"
         _print(text, sys.stderr)
         return ""
 
@@ -302,6 +303,10 @@ class Watchdog(threading.Thread):
         except RunFailure as failure:
             get_error_handler().record_exception(failure)
         os._exit(1)
+
+    def _name_checkpoint(self) -> str:
+        saved = list_checkpoints(self.folder)
+        return f"the last checkpoint is {saved[-1].name}" if saved else "and no checkpoint was there before it"
 
     def _name_clips(self) -> str:
         try:

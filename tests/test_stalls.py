@@ -182,7 +182,7 @@ def start_launcher(recipe, *, processes: int) -> tuple[subprocess.Popen, list[ps
     command += ["--config_file", str(TWO_PROCESSES)] if processes > 1 else ["--cpu"]
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command += [str(ROOT / "src" / "train.py"), "--config", str(recipe), "--training.max_steps", "5000", "--training.logging_steps", "1"]
+    command += [str(ROOT / "src" / "train.py"), "--config", str(recipe), "--training.max_steps", "5000", "--training.logging_steps", "1", "--training.dataloader_num_workers", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True, **pipes)
     for line in process.stdout:
