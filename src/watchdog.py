@@ -35,6 +35,7 @@ _SECONDS_FOR_REPORTS = 6
 _STORE_SECONDS = 10
 # Of a core: what threads that only wait use is less.
 LIVELY_SHARE = 0.02
+LIVELY_BYTES = 4096  # a second
 
 
 @dataclass
@@ -180,7 +181,7 @@ class Watchdog(threading.Thread):
         moved = self.progress.beats != self._beats
         if self.progress.patient and not moved:
             seconds, count = measure_life()
-            moved = count != self._life[1] or seconds - self._life[0] > LIVELY_SHARE * passed
+            moved = count - self._life[1] > LIVELY_BYTES * passed or seconds - self._life[0] > LIVELY_SHARE * passed
             self._life = seconds, count
         self._beats = self.progress.beats
         self._silent = 0.0 if moved else self._silent + passed

@@ -265,7 +265,7 @@ import meeting
 import train
 from device import settle_place
 
-def main(argv):
+def main(argv, listen):
     place = settle_place(use_cpu=True)
     meeting.join_processes(place, recipe={RECIPE!r}, compute_type=torch.float32, timeout_seconds=60)
 

@@ -252,7 +252,7 @@ def test_quickstart_fetches_and_trains_and_goes_on_after_an_interruption(run_scr
 def test_the_test_command_runs_the_tests_with_or_without_fetched_data(run_script, fetch_status, marks):
     fetched, tested = run_script("scripts/test.sh", fetch_status=fetch_status)
     assert fetched == "python scripts/fetch_demo.py"
-    assert tested.startswith(f"python -m pytest tests -m {marks} --")
+    assert tested.startswith(f"python -m pytest tests -m {marks} -")
 
 
 def test_the_demo_data_is_fetched_with_the_words_given(monkeypatch, tmp_path):
