@@ -32,7 +32,7 @@ SECONDS_AFTER_A_FAILURE = 8
 # A rank that lives tells its place every second; one that is silent for so long while the job is ended is gone.
 SECONDS_UNTIL_GONE = 10
 _SECONDS_FOR_REPORTS = 6
-_STORE_SECONDS = 10
+_STORE_SECONDS = 3
 # Of a core: what threads that only wait use is less.
 LIVELY_SHARE = 0.02
 LIVELY_BYTES = 4096  # a second
@@ -168,6 +168,7 @@ class Watchdog(threading.Thread):
             with suppress(OSError, ValueError):  # standard error is no file in a notebook
                 faulthandler.dump_traceback_later(self.limit + 60)
             self._look_at_myself(passed)
+            self._store_answers = True
             self._tell()
             self._hear(passed)
             # In this order: after a failure the launcher asks the others to stop.
@@ -212,11 +213,11 @@ class Watchdog(threading.Thread):
                 self.signs[rank].unheard += passed
 
     def _ask_store(self, question: Callable[[], str | None]) -> str | None:
-        """An answer of the store, or None when it has gone with its process."""
+        """An answer of the store, or None when it has gone with its process; that is found out once a round, for it takes seconds."""
+        if not self._store_answers:
+            return None
         try:
-            answer = question()
-            self._store_answers = True
-            return answer
+            return question()
         except (RuntimeError, OSError):
             self._store_answers = False
             return None
