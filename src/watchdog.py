@@ -31,6 +31,7 @@ REPORT_FILE = "stall_report.txt"
 SECONDS_AFTER_A_FAILURE = 8
 # A rank that lives tells its place every second; one that is silent for so long while the job is ended is gone.
 SECONDS_UNTIL_GONE = 10
+ROUNDS_OF_SUSPICION = 4
 _SECONDS_FOR_REPORTS = 6
 _STORE_SECONDS = 3
 # Of a core: what threads that only wait use is less.
@@ -122,6 +123,8 @@ class Watchdog(threading.Thread):
         self._silent, self._beats, self._life = 0.0, -1, (0.0, 0)
         self._done = threading.Event()
         self._store_answers = True
+        self._suspects: list[tuple[int, tuple[int, int]]] = []
+        self._rounds = 0
 
     # --- from the main thread
 
@@ -250,8 +253,11 @@ class Watchdog(threading.Thread):
 
     def _end_a_stall(self) -> None:
         late = find_late(self.signs, self.limit)
+        suspects = [(sign.rank, sign.place) for sign in late]
+        self._rounds, self._suspects = (self._rounds + 1 if suspects == self._suspects else 0), suspects
         verdict = ""
-        if late:
+        # One that has waited for the others for long looks late, once they move on, until it has told that it moves, too.
+        if late and self._rounds >= ROUNDS_OF_SUSPICION:
             clips = self._name_clips() if late[0].rank == self.place.rank else ""
             verdict = describe_stall(late, self.signs, limit=self.limit, clips=clips)
         if self.store:

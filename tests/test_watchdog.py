@@ -244,3 +244,15 @@ def test_the_watch_ends_with_its_work_and_leaves_no_thread(tmp_path):
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
     assert not os.listdir(tmp_path)
+
+
+def test_a_rank_that_waited_for_long_is_not_late_when_the_other_moves_on_first(tmp_path, monkeypatch):
+    left = []
+    monkeypatch.setattr(Watchdog, "_leave", lambda dog, message: left.append(message))
+    dog = Watchdog(Progress(), StopRequest(), Place("cpu", world_size=2), store=None, limit=60, folder=tmp_path)
+    dog.signs = [Sign(0, beats=6), Sign(1, beats=5, silent=700)]  # what rank 1 told last, before it moved
+    dog._end_a_stall()
+    dog.signs[1] = Sign(1, beats=6)
+    for _ in range(9):
+        dog._end_a_stall()
+    assert not left
