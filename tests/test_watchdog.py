@@ -148,7 +148,7 @@ def test_patient_work_that_does_nothing_is_a_stall():
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT / "src", capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
-    assert run.stderr.startswith("stalled: rank 0 has made no progress for 2 s")
+    assert run.stderr.startswith("stalled: rank 0 has made no progress for ")
 
 
 def test_the_work_of_child_processes_counts_as_life_of_patient_work(watch):
